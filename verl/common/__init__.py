@@ -1,0 +1,1 @@
+"""Registry, errors, files, seeds, section base: imports nothing else of this library."""

@@ -1,0 +1,161 @@
+"""The one attention function of this library, plugged into unmodified Hugging Face modules.
+
+A module built with ``attn_implementation=ATTENTION`` calls ``attend`` in every layer with the ``attention`` object
+that was passed to its forward: ``PackedAttention`` here for training, the paged one of the rollout engine for
+generation. So the module that samples is the module that learns; only this object differs.
+
+Shape letters: N packed tokens, H query heads, K key/value heads, D head dim, B sequences, T padded tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+ATTENTION = "verl"
+
+
+class Attention(Protocol):
+    """What a forward pass carries to every layer."""
+
+    def __call__(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Causal attention of packed tokens.
+
+        query [N, H, D], key [N, K, D], value [N, K, D]; ``window`` counts the token itself; returns [N, H, D].
+        """
+        ...
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    attention: Attention,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The entry that transformers calls: query [1, H, N, D], key and value [1, K, N, D]; returns [1, N, H, D]."""
+    assert query.shape[0] == 1, "rows are packed into one"
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer: int = module.layer_idx  # type: ignore[assignment]  # set by every transformers attention layer
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    out = attention(layer, q, k, v, scale=scale, window=sliding_window, softcap=softcap)
+    return out.unsqueeze(0), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)  # without a mask entry of that name transformers makes no mask
+
+
+class PackedAttention:
+    """Causal attention within each sequence of a packed row: block-diagonal, no padding, no mask tensor on CUDA.
+
+    lengths  [B] tokens of each sequence; they sum to N
+    """
+
+    def __init__(self, lengths: Tensor, device: torch.device) -> None:
+        self.lengths = lengths.tolist()
+        self.max_length = max(self.lengths, default=0)
+        self.offsets = pad(lengths.cumsum(0), (1, 0)).to(device=device, dtype=torch.int32)
+
+    def __call__(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and softcap is None:
+            return varlen(query, key, value, self.offsets, self.offsets, self.max_length, self.max_length, scale, window)
+        parts = [x.split(self.lengths) for x in (query, key, value)]
+        rows = [
+            dense_causal(q, k, v, scale=scale, window=window, softcap=softcap) for q, k, v in zip(*parts, strict=True)
+        ]
+        return torch.cat(rows)
+
+
+_VARLEN_HAS_GQA = False
+try:
+    from torch.nn.attention.varlen import varlen_attn
+
+    _VARLEN_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
+except ImportError:  # a CPU build of torch may lack it; CUDA builds from 2.11 have it
+    pass
+
+
+def varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_offsets: Tensor,
+    key_offsets: Tensor,
+    max_query: int,
+    max_key: int,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """torch's variable-length flash attention, causal; offsets are int32 prefix sums on the device."""
+    kwargs: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
+    if _VARLEN_HAS_GQA:
+        kwargs["enable_gqa"] = True
+    elif (groups := query.shape[1] // key.shape[1]) > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    q, k, v = query.contiguous(), key.contiguous(), value.contiguous()
+    out: Tensor = varlen_attn(q, k, v, query_offsets, key_offsets, max_query, max_key, **kwargs)
+    return out
+
+
+def dense_causal(
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
+    """One sequence through SDPA: query [N, H, D], key and value [N, K, D]; plain matmuls where a softcap forbids SDPA."""
+    n = query.shape[0]
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+    band = None
+    if window is not None and window < n:
+        distance = torch.arange(n, device=query.device)[:, None] - torch.arange(n, device=query.device)[None, :]
+        band = (distance >= 0) & (distance < window)
+    if softcap is None:
+        out = scaled_dot_product_attention(
+            q, k, v, attn_mask=band, is_causal=band is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+    else:
+        out = softcapped_attention(q, k, v, causal_mask(n, query.device) if band is None else band, scale, softcap)
+    return out[0].transpose(0, 1)
+
+
+def softcapped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
+    """Attention whose logits go through ``softcap * tanh(x / softcap)`` (Gemma 2); [..., H, T, D], mask True = keep."""
+    groups = query.shape[-3] // key.shape[-3]
+    key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    logits = softcap * torch.tanh(query @ key.transpose(-1, -2) * scale / softcap)
+    return logits.masked_fill(~mask, float("-inf")).softmax(-1, dtype=torch.float32).to(query.dtype) @ value
+
+
+def causal_mask(size: int, device: torch.device) -> Tensor:
+    """[size, size] bool, True at and left of the diagonal."""
+    return torch.ones(size, size, dtype=torch.bool, device=device).tril()
