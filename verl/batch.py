@@ -52,7 +52,9 @@ FIELDS: dict[str, Field] = {
     "values": Field("response", torch.float32, "critic", "algorithms", "expected return before each token"),
     "scores": Field("row", torch.float32, "rewards", "algorithms", "reward of the whole response"),
     "is_scored": Field("row", torch.bool, "rewards", "algorithms", "False where the reward failed on the row"),
-    "token_rewards": Field("response", torch.float32, "algorithms", "algorithms", "reward a token, after the KL penalty"),
+    "token_rewards": Field(
+        "response", torch.float32, "algorithms", "algorithms", "reward a token, after the KL penalty"
+    ),
     "advantages": Field("response", torch.float32, "algorithms", "losses", "advantage of each token"),
     "returns": Field("response", torch.float32, "algorithms", "losses", "regression target of the critic"),
     "row_id": Field("row", torch.int64, "data", "trainer", "index of the row in its data set"),

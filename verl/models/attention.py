@@ -90,7 +90,9 @@ class PackedAttention:
         softcap: float | None,
     ) -> Tensor:
         if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and softcap is None:
-            return varlen(query, key, value, self.offsets, self.offsets, self.max_length, self.max_length, scale, window)
+            return varlen(
+                query, key, value, self.offsets, self.offsets, self.max_length, self.max_length, scale, window
+            )
         parts = [x.split(self.lengths) for x in (query, key, value)]
         rows = [
             dense_causal(q, k, v, scale=scale, window=window, softcap=softcap) for q, k, v in zip(*parts, strict=True)
@@ -148,7 +150,9 @@ def dense_causal(
     return out[0].transpose(0, 1)
 
 
-def softcapped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
+def softcapped_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float
+) -> Tensor:
     """Attention whose logits go through ``softcap * tanh(x / softcap)`` (Gemma 2); [..., H, T, D], mask True = keep."""
     groups = query.shape[-3] // key.shape[-3]
     key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)

@@ -47,8 +47,12 @@ class SamplingParams:
             (self.top_k >= 0, "top_k", self.top_k, ">= 0 (0 keeps all)"),
             (0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]"),
             (0 <= self.min_p < 1, "min_p", self.min_p, "in [0, 1)"),
-            (0 <= self.min_new_tokens <= self.max_new_tokens, "min_new_tokens", self.min_new_tokens,
-             f"between 0 and max_new_tokens = {self.max_new_tokens}"),
+            (
+                0 <= self.min_new_tokens <= self.max_new_tokens,
+                "min_new_tokens",
+                self.min_new_tokens,
+                f"between 0 and max_new_tokens = {self.max_new_tokens}",
+            ),
         ]
         for is_good, name, value, allowed in checks:
             if not is_good:
