@@ -1,0 +1,18 @@
+"""Scores to advantages to losses: tensor maths, one file an algorithm.
+
+What comes in is a ``Batch`` (scores, masks, log-probs, values) and, inside the update, the padded columns of one
+micro-batch. What goes out is advantages and a ``Loss`` of sum and count. Nothing here knows a process group, a
+file, a model or the configuration of a run.
+"""
+
+from verl.common.registry import Registry
+
+ALGORITHMS = Registry(
+    "algorithm",
+    {
+        "ppo": "verl.algorithms.ppo:PPO",
+        "grpo": "verl.algorithms.grpo:GRPO",
+    },
+)
+
+__all__ = ["ALGORITHMS"]

@@ -1,0 +1,135 @@
+"""What every algorithm offers: which passes it needs, which roles it trains, advantages, losses.
+
+In come a ``Batch`` of one step, then the padded columns of its micro-batches; out go advantages and losses as
+(sum, count). An algorithm doesn't know how its losses are cut into micro-batches or spread over ranks.
+
+Shape letters: B rows, R response tokens of the longest row.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from verl.batch import FIELDS, Batch
+from verl.common.errors import ConfigError, MissingField, ShapeError
+from verl.common.section import Section
+
+Metrics = dict[str, tuple[Tensor, Tensor]]
+
+
+class AlgorithmConfig(Section):
+    """Base of every algorithm's keys; a variant declares its own beside its code."""
+
+    name: str
+    """Entry of the algorithm table."""
+
+    def ineffective_keys(self) -> list[str]:
+        """Keys that the user changed and that do nothing beside the other keys, each as ``"key (reason)"``."""
+        return []
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss that nobody has divided yet.
+
+    sum      scalar, differentiable: summed over the rows of this micro-batch
+    count    scalar, no gradient: what the sum stands for. The engine adds up counts over all micro-batches and ranks
+             of the update and divides once, by ``divisor`` of the total.
+    metrics  name -> (sum, count), detached; means are sum / count over everything. A name that ends in ``/max`` or
+             ``/min`` holds (value, count) and is reduced by max or min.
+    """
+
+    sum: Tensor
+    count: Tensor
+    metrics: Metrics = field(default_factory=dict)
+
+    @staticmethod
+    def divisor(total_count: Tensor) -> Tensor:
+        """What to divide the summed gradients by: the total count, or 1 where it is 0.
+
+        A total of 0 means that there was no token to train on (the sum is 0 too) or that the loss is a plain sum
+        ("token-sum").
+        """
+        return torch.where(total_count > 0, total_count, torch.ones_like(total_count))
+
+
+ConfigT = TypeVar("ConfigT", bound=AlgorithmConfig)
+
+
+class Algorithm(ABC, Generic[ConfigT]):
+    """One way from scores to losses. Holds its config and no tensors."""
+
+    Config: ClassVar[type[AlgorithmConfig]]
+    family: ClassVar[str] = "on_policy"
+    min_group_size: ClassVar[int] = 1
+    """Responses a prompt below which the algorithm can't learn."""
+
+    def __init__(self, config: ConfigT) -> None:
+        self.config = config
+
+    @property
+    @abstractmethod
+    def needs(self) -> frozenset[str]:
+        """Of {"critic", "reference", "old_log_probs"}: what must be computed before ``advantages``."""
+
+    @property
+    @abstractmethod
+    def trains(self) -> tuple[str, ...]:
+        """The roles to update, in order."""
+
+    @abstractmethod
+    def advantages(self, batch: Batch) -> dict[str, float]:
+        """Write ``token_rewards``, ``advantages`` and ``returns`` into ``batch``; returns the metrics of the step.
+
+        Rows without a valid score leave the losses: their ``response_mask`` is written as False.
+        Raises MissingField when a pass that the algorithm ``needs`` hasn't been made.
+        """
+
+    @abstractmethod
+    def actor_loss(self, log_probs: Tensor, entropy: Tensor | None, columns: Mapping[str, Tensor]) -> Loss:
+        """The policy's loss on one micro-batch.
+
+        log_probs  [B, R] float  of the response tokens under the actor now, with gradient
+        entropy    [B, R] float  of the distribution of each token, or None where nobody computed it
+        columns    [B, R] padded columns of the batch; without ``old_log_probs`` the actor now is the old one
+        Raises MissingField and ShapeError.
+        """
+
+    def critic_loss(self, values: Tensor, columns: Mapping[str, Tensor]) -> Loss:
+        """The critic's loss on one micro-batch; values [B, R] float with gradient."""
+        raise ConfigError(f"algorithm {self.config.name!r} has no critic to train; it trains {', '.join(self.trains)}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run must know besides the config."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what ``state_dict`` gave."""
+
+
+def changed(section: Section, key: str) -> bool:
+    """Whether the user gave ``key`` a value other than its default; a saved config sets every key."""
+    return section.is_set(key) and getattr(section, key) != type(section).model_fields[key].default
+
+
+def take(columns: Mapping[str, Tensor], name: str, mask: Tensor) -> Tensor:
+    """Column ``name`` as float32 [B, R], 0 outside ``mask`` whatever stood there, without gradient to it.
+
+    Raises MissingField naming who writes it, ShapeError when it doesn't fit the mask.
+    """
+    if name not in columns:
+        raise MissingField(f"the loss needs column {name!r}: {FIELDS[name].written_by} writes it")
+    return clean(columns[name].detach(), mask, name)
+
+
+def clean(values: Tensor, mask: Tensor, name: str) -> Tensor:
+    """``values`` as float32, 0 outside ``mask``: what stands there reaches neither sums nor gradients."""
+    if values.shape != mask.shape:
+        raise ShapeError(f"{name} is {list(values.shape)}, the response mask is {list(mask.shape)}")
+    return torch.where(mask, values.float(), 0.0)
