@@ -1,0 +1,241 @@
+"""Rows to prompts: find the columns, encode, hold the length limit, and say what became of every row.
+
+In: a source, the ``data`` section, a tokenizer. Out: a ``PromptDataset`` whose rows carry their ids, and a report of
+the rows that were left out. Knows nothing of the order in which rows are visited.
+
+The limit is measured on the very ids that go to rollout, on one path for text, messages, system prompts and tools.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from typing import TYPE_CHECKING, Any, overload
+
+from verl.common.errors import ConfigError, DataError, did_you_mean
+from verl.data.chat import Prompt, check_prompt, encode_prompt
+from verl.data.config import DataConfig
+from verl.data.sources import SourceRow, raise_problems, read_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """One prompt.
+
+    row_id        index among all rows of all sources, counted before any is left out
+    prompt        as the data set has it; ``encode_prompt`` of it gives ``prompt_ids`` (unless cut to the limit)
+    prompt_ids    what the model reads
+    ground_truth  of any type; None when ``data.ground_truth_key`` is null
+    extra         the other columns of the row; a column that only other rows have is None
+    source        the file or data set it came from
+    """
+
+    row_id: int
+    prompt: Prompt
+    prompt_ids: tuple[int, ...]
+    ground_truth: Any
+    extra: dict[str, Any]
+    source: str
+
+    def as_mapping(self) -> dict[str, Any]:
+        """What a reward may ask for by name: the other columns, and over them prompt, ground_truth, row_id, source."""
+        own = {"prompt": self.prompt, "ground_truth": self.ground_truth, "row_id": self.row_id, "source": self.source}
+        return {**self.extra, **own}
+
+
+@dataclass(frozen=True)
+class Incident:
+    """A row that was left out or cut: its ``row_id``, where it stands ("a.jsonl:17") and why."""
+
+    row_id: int
+    where: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What became of the rows: ``rows_read`` = ``rows_kept`` + those in ``dropped``, which is by reason.
+
+    truncated  rows that were kept, but cut to ``data.max_prompt_tokens``
+    """
+
+    rows_read: int
+    rows_kept: int
+    dropped: dict[str, tuple[Incident, ...]]
+    truncated: tuple[Incident, ...]
+
+    def summary(self) -> str:
+        """One line: the counts, and the first three rows of each kind by name."""
+        parts = [f"read {self.rows_read} rows, kept {self.rows_kept}"]
+        for reason, incidents in self.dropped.items():
+            parts.append(f"{len(incidents)} dropped ({reason}): {_name_some(incidents)}")
+        if self.truncated:
+            parts.append(f"{len(self.truncated)} cut: {_name_some(self.truncated)}")
+        return "; ".join(parts)
+
+
+class PromptDataset(Sequence[PromptRow]):
+    """Prompts in the order of their sources, and the report of how they were loaded."""
+
+    def __init__(self, rows: Sequence[PromptRow], report: LoadReport) -> None:
+        self._rows = tuple(rows)
+        self.report = report
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> PromptRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[PromptRow, ...]: ...
+    def __getitem__(self, index: int | slice) -> PromptRow | tuple[PromptRow, ...]:
+        return self._rows[index]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of all row ids and prompt ids: a resumed run has the same one, or it isn't on the same data."""
+        digest = hashlib.sha256()
+        for row in self._rows:
+            digest.update(repr((row.row_id, row.prompt_ids)).encode())
+        return digest.hexdigest()[:16]
+
+
+def load_prompts(
+    source: Any,
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    key: str = "data.train",
+    max_rows: int | None = None,
+) -> PromptDataset:
+    """Read and encode every prompt of ``source`` (see ``read_rows`` for what it may be).
+
+    key       the configuration key that ``source`` came from, for messages
+    max_rows  use only the first so many rows
+    Raises DataError, naming key and rows: a column that isn't there, prompts that are no prompts, no ground truth,
+    nothing left. All such rows are counted and the first few named, at once.
+    """
+    rows = list(islice(read_rows(source, config, key), max_rows))
+    if not rows:
+        raise DataError(f"{key}: the data set is empty")
+    columns = dict.fromkeys(name for row in rows for name in row.values)
+    _check_columns(columns, config, rows[0].source)
+    return _encode_rows(rows, list(columns), config, tokenizer, key)
+
+
+def load_train(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
+    """The prompts of ``data.train``, at most ``data.max_train_rows`` of them. Raises ConfigError when it is null."""
+    if config.train is None:
+        raise ConfigError("data.train names no data: give a file, a folder, a data set's name or gym:<task>")
+    return load_prompts(config.train, config, tokenizer, key="data.train", max_rows=config.max_train_rows)
+
+
+def load_val(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> PromptDataset | None:
+    """The prompts of ``data.val``, at most ``data.max_val_rows`` of them; None when it is null."""
+    if config.val is None:
+        return None
+    return load_prompts(config.val, config, tokenizer, key="data.val", max_rows=config.max_val_rows)
+
+
+def shared_prompts(train: Sequence[PromptRow], val: Sequence[PromptRow]) -> list[int]:
+    """``row_id`` of each validation row whose ids are also a training prompt: a score on these says little."""
+    seen = {row.prompt_ids for row in train}
+    return [row.row_id for row in val if row.prompt_ids in seen]
+
+
+def require_column(row: SourceRow, column: str, key: str) -> Any:
+    """The value in ``column``; a dot reaches into a nested one. Raises DataError naming ``key`` when there is none."""
+    value = _lookup(row.values, column)
+    if value is _MISSING or value is None:
+        said = "is null" if value is None else "isn't in the row"
+        raise DataError(f"column {column!r} ({key}) {said}; the row has {_listed(row.values)}")
+    return value
+
+
+def _encode_rows(
+    rows: Sequence[SourceRow], columns: list[str], config: DataConfig, tokenizer: PreTrainedTokenizerBase, key: str
+) -> PromptDataset:
+    kept: list[PromptRow] = []
+    overlong: list[Incident] = []
+    problems: list[str] = []
+    limit = config.max_prompt_tokens
+    for row_id, row in enumerate(rows):
+        try:
+            made = _make_row(row_id, row, columns, config, tokenizer)
+        except DataError as error:
+            problems.append(f"{row.where} (row {row_id}): {error}")
+            continue
+        if len(made.prompt_ids) > limit:
+            overlong.append(Incident(row_id, row.where, f"{len(made.prompt_ids)} tokens, limit {limit}"))
+            if config.overlong_prompts == "drop":
+                continue
+            made = PromptRow(**{**vars(made), "prompt_ids": _cut(made.prompt_ids, config)})
+        kept.append(made)
+    if problems:
+        raise_problems(key, problems, len(rows), "Mend or remove these rows:")
+    if overlong and config.overlong_prompts == "error":
+        named = [f"{incident.where} (row {incident.row_id}): {incident.detail}" for incident in overlong]
+        advice = "Raise data.max_prompt_tokens or set data.overlong_prompts to drop, left or right:"
+        raise_problems(key, named, len(rows), advice)
+    if not kept:
+        raise DataError(
+            f"{key}: all {len(rows)} rows have prompts longer than data.max_prompt_tokens = {limit}. "
+            f"Raise it, or set data.overlong_prompts to left or right. First rows: {_name_some(overlong)}"
+        )
+    is_dropping = config.overlong_prompts == "drop"
+    dropped = {"overlong": tuple(overlong)} if overlong and is_dropping else {}
+    report = LoadReport(len(rows), len(kept), dropped, () if is_dropping else tuple(overlong))
+    return PromptDataset(kept, report)
+
+
+def _make_row(
+    row_id: int, row: SourceRow, columns: list[str], config: DataConfig, tokenizer: PreTrainedTokenizerBase
+) -> PromptRow:
+    prompt = check_prompt(require_column(row, config.prompt_key, "data.prompt_key"))
+    truth = config.ground_truth_key and require_column(row, config.ground_truth_key, "data.ground_truth_key")
+    prompt_ids = tuple(encode_prompt(tokenizer, prompt, config))
+    if not prompt_ids:
+        raise DataError("the prompt has no tokens")
+    taken = {config.prompt_key, config.ground_truth_key}
+    extra = {name: row.values.get(name) for name in columns if name not in taken}
+    return PromptRow(row_id, prompt, prompt_ids, truth, extra, row.source)
+
+
+def _cut(ids: tuple[int, ...], config: DataConfig) -> tuple[int, ...]:
+    limit = config.max_prompt_tokens
+    return ids[-limit:] if config.overlong_prompts == "left" else ids[:limit]
+
+
+def _lookup(values: dict[str, Any], column: str) -> Any:
+    if column in values:
+        return values[column]
+    head, dot, rest = column.partition(".")
+    inner = values.get(head)
+    return _lookup(inner, rest) if dot and isinstance(inner, dict) else _MISSING
+
+
+def _check_columns(columns: dict[str, None], config: DataConfig, source: str) -> None:
+    for key, column in (("prompt_key", config.prompt_key), ("ground_truth_key", config.ground_truth_key)):
+        if column is not None and column not in columns and column.partition(".")[0] not in columns:
+            advice = " (null if the reward needs none)" if key == "ground_truth_key" else ""
+            raise DataError(
+                f"data.{key}: no column {column!r} in {source!r}{did_you_mean(column, columns)}. "
+                f"It has {_listed(columns)}: set data.{key} to one of them{advice}"
+            )
+
+
+def _listed(columns: dict[str, Any]) -> str:
+    return ", ".join(map(repr, columns)) or "no columns"
+
+
+def _name_some(incidents: Sequence[Incident]) -> str:
+    named = ", ".join(f"{incident.where} ({incident.detail})" for incident in incidents[:3])
+    return named + (f" and {len(incidents) - 3} more" if len(incidents) > 3 else "")

@@ -1,0 +1,209 @@
+"""Conversations with their answers, to ids and the mask of what is learned (SFT).
+
+In: messages with assistant turns, or a prompt and its answer. Out: ids and a mask that is True at the ids the model
+would have sampled: each assistant turn and the token that ends it; no prompt, system or tool token. Knows no tensors.
+
+Nothing here is shifted: the label of position t is the token at t itself, and its log-prob comes from the model's
+output at position t - 1. So position 0 can't be learned, and its mask is always False.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from verl.common.errors import DataError
+from verl.data.chat import (
+    Message,
+    check_messages,
+    check_prompt,
+    compose,
+    encode_prompt,
+    encode_rendered,
+    render_messages,
+    uses_chat,
+)
+from verl.data.config import DataConfig
+from verl.data.prompts import Incident, LoadReport, require_column
+from verl.data.sources import SourceRow, raise_problems, read_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@dataclass(frozen=True)
+class Supervised:
+    """One example. ``labels_mask``: as long as ``input_ids``, True where the token at that very position is learned."""
+
+    input_ids: tuple[int, ...]
+    labels_mask: tuple[bool, ...]
+
+
+class AnswerCut(DataError):
+    """An example whose answer lies beyond the length limit, so that nothing of it could be learned."""
+
+
+def supervise(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str | Sequence[Message],
+    config: DataConfig,
+    *,
+    answer: str | None = None,
+    max_tokens: int | None = None,
+) -> Supervised:
+    """Ids and mask of one example.
+
+    prompt      a prompt as for ``encode_prompt``, with ``answer``; or messages with assistant turns, without
+    answer      the one response. Plain text is ended with EOS; a chat template ends it its own way
+    max_tokens  keep only the first so many ids; an answer that is cut keeps what is left of it, without an end
+    Without ``{% generation %}`` blocks in the template, what comes before an answer is checked to be what
+    ``encode_prompt`` makes of it, so that SFT and rollout see the same ids.
+    Raises AnswerCut when no answer token is within ``max_tokens``; DataError when there is no answer, or the chat
+    template renders a conversation's beginning differently from the whole and marks no ``{% generation %}`` block.
+    """
+    if answer is not None and not uses_chat(tokenizer, prompt, config):
+        ids, mask = _join(tokenizer, encode_prompt(tokenizer, prompt, config), answer)
+    else:
+        messages = _with_answer(prompt, answer, config)
+        has_blocks = _GENERATION_BLOCK.search(tokenizer.get_chat_template())
+        ids, mask = (_mask_by_blocks if has_blocks else _mask_by_prefixes)(tokenizer, messages, config)
+    mask[:1] = [False] * len(mask[:1])
+    if not any(mask):
+        raise DataError("no token of an answer: the example would teach nothing")
+    if max_tokens is not None and not any(mask[:max_tokens]):
+        raise AnswerCut(f"the answer begins at token {mask.index(True)}, beyond the limit of {max_tokens}")
+    return Supervised(tuple(ids[:max_tokens]), tuple(mask[:max_tokens]))
+
+
+def load_supervised(
+    source: Any,
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    answer_key: str | None,
+    max_tokens: int,
+    key: str = "data.train",
+    max_rows: int | None = None,
+) -> tuple[list[Supervised], LoadReport]:
+    """``supervise`` every row of ``source`` (see ``read_rows``), and report the rows left out.
+
+    answer_key  column with the answer; None when ``data.prompt_key`` holds whole conversations
+    Rows whose answer lies beyond ``max_tokens`` are dropped and named ("answer cut away"). Raises DataError for rows
+    that can't be used, all at once, and when none is left.
+    """
+    examples: list[Supervised] = []
+    cut: list[Incident] = []
+    problems: list[str] = []
+    rows = list(islice(read_rows(source, config, key), max_rows))
+    for row_id, row in enumerate(rows):
+        try:
+            examples.append(_supervise_row(row, config, tokenizer, answer_key, max_tokens))
+        except AnswerCut as error:
+            cut.append(Incident(row_id, row.where, str(error)))
+        except DataError as error:
+            problems.append(f"{row.where} (row {row_id}): {error}")
+    if problems:
+        raise_problems(key, problems, len(rows), "Mend or remove these rows:")
+    report = LoadReport(len(rows), len(examples), {"answer cut away": tuple(cut)} if cut else {}, ())
+    if not examples:
+        raise DataError(f"{key}: no row is left to learn from: {report.summary()}")
+    return examples, report
+
+
+def _supervise_row(
+    row: SourceRow, config: DataConfig, tokenizer: PreTrainedTokenizerBase, answer_key: str | None, max_tokens: int
+) -> Supervised:
+    prompt = require_column(row, config.prompt_key, "data.prompt_key")
+    answer = None if answer_key is None else require_column(row, answer_key, "answer_key")
+    if answer is not None and not isinstance(answer, str):
+        raise DataError(f"the answer in column {answer_key!r} must be text, got {type(answer).__name__}")
+    return supervise(tokenizer, prompt, config, answer=answer, max_tokens=max_tokens)
+
+
+def _with_answer(prompt: str | Sequence[Message], answer: str | None, config: DataConfig) -> list[Message]:
+    if answer is not None:
+        return [*compose(check_prompt(prompt), config), {"role": "assistant", "content": answer}]
+    if isinstance(prompt, str):
+        raise DataError("a text prompt needs its answer; without one, give messages with assistant turns")
+    messages = check_messages(prompt)
+    if all(message["role"] != "assistant" for message in messages):
+        raise DataError(f"no assistant turn to learn: the roles are {[message['role'] for message in messages]}")
+    return compose(messages, config)
+
+
+def _join(tokenizer: PreTrainedTokenizerBase, ids: list[int], answer: str) -> tuple[list[int], list[bool]]:
+    learned = list(tokenizer(answer, add_special_tokens=False, verbose=False)["input_ids"])
+    if not learned:
+        raise DataError("the answer is empty")
+    eos = tokenizer.eos_token_id
+    if eos is not None and learned[-1] != eos:
+        learned.append(eos)
+    return ids + learned, [False] * len(ids) + [True] * len(learned)
+
+
+def _mask_by_blocks(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], config: DataConfig
+) -> tuple[list[int], list[bool]]:
+    """The template marks assistant text itself; a special token right behind a block ends that turn and counts."""
+    ids = encode_rendered(tokenizer, render_messages(tokenizer, messages, config, add_generation_prompt=False))
+    marked: Any = tokenizer.apply_chat_template(
+        messages,
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+        **config.chat_template_kwargs,
+    )
+    removed = len(marked["input_ids"]) - len(ids)
+    mask = [bool(flag) for flag in marked["assistant_masks"]][removed:]
+    special = _special_ids(tokenizer)
+    ends = [t for t in range(1, len(ids)) if mask[t - 1] and not mask[t] and ids[t] in special]
+    for t in ends:
+        mask[t] = ids[t - 1] not in special
+    return ids, mask
+
+
+def _mask_by_prefixes(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], config: DataConfig
+) -> tuple[list[int], list[bool]]:
+    """A turn is what the conversation up to it has beyond the prompt before it, both as ids."""
+    ids = encode_rendered(tokenizer, render_messages(tokenizer, messages, config, add_generation_prompt=False))
+    mask = [False] * len(ids)
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            start = _prefix_length(tokenizer, messages[:i], config, ids, is_prompt=True)
+            stop = _prefix_length(tokenizer, messages[: i + 1], config, ids, is_prompt=False)
+            stop = _end_of_turn(tokenizer, ids, start, stop)
+            mask[start:stop] = [True] * (stop - start)
+    return ids, mask
+
+
+def _prefix_length(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], config: DataConfig, ids: list[int], *, is_prompt: bool
+) -> int:
+    prefix = encode_rendered(tokenizer, render_messages(tokenizer, messages, config, add_generation_prompt=is_prompt))
+    if ids[: len(prefix)] != prefix:
+        raise DataError(
+            f"the chat template of {tokenizer.name_or_path!r} renders the first {len(messages)} messages differently "
+            "when more follow, so which tokens are the answer can't be told. Use a template with {% generation %} "
+            "blocks, or one example for each assistant turn (prompt and answer)"
+        )
+    return len(prefix)
+
+
+def _end_of_turn(tokenizer: PreTrainedTokenizerBase, ids: list[int], start: int, stop: int) -> int:
+    """End of the turn in ids[start:stop]: behind its last special token, if only white space follows that."""
+    special = _special_ids(tokenizer)
+    last = next((t for t in reversed(range(start, stop)) if ids[t] in special), None)
+    if last is None or str(tokenizer.decode(ids[last + 1 : stop])).strip():
+        return stop
+    return last + 1
+
+
+def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return added | set(tokenizer.all_special_ids)
