@@ -1,4 +1,5 @@
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,17 @@ def test_every_entry_loads_by_its_own_name():
         assert config.name == name and algorithm(config).family == "on_policy"
         assert config.ineffective_keys() == []
         assert "Source:" in algorithm.__doc__
+
+
+def test_every_entry_has_its_page_and_every_key_is_on_it():
+    docs = Path(__file__).parents[2] / "docs" / "algorithms"
+    overview = (docs / "README.md").read_text()
+    for name in ALGORITHMS:
+        page = (docs / f"{name}.md").read_text()
+        assert f"({name}.md)" in overview
+        for key, field in ALGORITHMS.load(name).Config.model_fields.items():
+            assert field.description, f"{name}.{key} has no docstring"
+            assert key in page + overview, f"{name}.{key} isn't documented"
 
 
 def test_a_wrong_name_is_answered_with_the_nearest():

@@ -126,6 +126,13 @@ def test_entropy_without_a_coefficient_is_a_metric_only():
     near(loss.sum.detach(), -2.0)
 
 
+def test_an_entropy_bonus_without_a_gradient_is_refused():
+    algorithm = GRPO(GRPOConfig(entropy_coef=0.1))
+    assert algorithm.needs_entropy_gradient and not GRPO(GRPOConfig()).needs_entropy_gradient
+    with pytest.raises(AssertionError, match="gradient"):
+        algorithm.actor_loss(torch.zeros(1, 1, requires_grad=True), torch.ones(1, 1), columns([[1.0]]))
+
+
 def test_kl_in_the_reward_stays_out_of_the_loss():
     data = columns([[1.0]], ref_log_probs=[[-3.0]])
     lp = torch.tensor([[-1.0]], requires_grad=True)
@@ -195,7 +202,7 @@ def test_a_micro_batch_without_tokens(shape):
     data = {n: torch.full(shape, NAN) for n in ("advantages", "old_log_probs", "rollout_log_probs", "ref_log_probs")}
     data["response_mask"] = torch.zeros(shape, dtype=torch.bool)
     for algorithm in ALGORITHMS.values():
-        loss = algorithm.actor_loss(lp, torch.full(shape, NAN), data)
+        loss = algorithm.actor_loss(lp, torch.full(shape, NAN, requires_grad=True), data)
         near(loss.sum.detach(), 0.0)
         near(loss.count, 0.0)
         assert torch.equal(torch.autograd.grad(loss.sum, lp)[0], torch.zeros(shape))

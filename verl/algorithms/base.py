@@ -83,6 +83,11 @@ class Algorithm(ABC, Generic[ConfigT]):
     def trains(self) -> tuple[str, ...]:
         """The roles to update, in order."""
 
+    @property
+    def needs_entropy_gradient(self) -> bool:
+        """Whether ``actor_loss`` must be given an entropy that carries a gradient."""
+        return False
+
     @abstractmethod
     def advantages(self, batch: Batch) -> dict[str, float]:
         """Write ``token_rewards``, ``advantages`` and ``returns`` into ``batch``; returns the metrics of the step.

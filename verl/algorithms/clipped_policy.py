@@ -79,6 +79,11 @@ ClippedT = TypeVar("ClippedT", bound=ClippedPolicyConfig)
 class ClippedPolicy(Algorithm[ClippedT]):
     """An algorithm whose actor minimises a clipped ratio loss."""
 
+    @property
+    def needs_entropy_gradient(self) -> bool:
+        """Whether the entropy bonus has a weight."""
+        return self.config.entropy_coef > 0
+
     def actor_loss(self, log_probs: Tensor, entropy: Tensor | None, columns: Mapping[str, Tensor]) -> Loss:
         """The policy's loss on one micro-batch: surrogate * correction + kl_coef * KL - entropy_coef * entropy.
 
@@ -105,8 +110,9 @@ class ClippedPolicy(Algorithm[ClippedT]):
         if entropy is not None:
             entropy = clean(entropy, mask, "entropy")
             metrics["actor/entropy"] = self._metric(entropy, mask)
-        if self.config.entropy_coef > 0:
+        if self.needs_entropy_gradient:
             assert entropy is not None, "entropy_coef > 0 needs the entropy of each token"
+            assert entropy.requires_grad or not log_probs.requires_grad, "entropy_coef > 0 needs the entropy's gradient"
             total = total - self.config.entropy_coef * self._aggregate(entropy, mask)[0]
         return Loss(total, count, metrics)
 
