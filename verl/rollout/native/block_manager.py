@@ -1,0 +1,119 @@
+"""The memory of the paged cache as numbered blocks: who holds which, and which hold a known beginning.
+
+Takes token ids, gives block ids; knows nothing of tensors or of which row goes first. Block 0 is never given out:
+padding rows write there. A full block is known by its tokens and by what stands before them, compared exactly (no
+hash can collide), and stays known after its last holder let go, until it is taken for other tokens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from itertools import count
+
+_Key = tuple[int, tuple[int, ...]]  # what stands before, as the number of its content; the tokens of the block
+_NOTHING = 0
+
+
+class BlockManager:
+    """``num_blocks`` blocks of ``block_size`` tokens; ``share`` keeps and reuses blocks of equal beginnings."""
+
+    def __init__(self, num_blocks: int, block_size: int, *, share: bool) -> None:
+        self.num_blocks, self.block_size, self.share = num_blocks, block_size, share
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))  # next taken first
+        self._holders = [0] * (num_blocks + 1)
+        self._by_content: dict[_Key, int] = {}
+        self._contents: dict[int, tuple[int, _Key]] = {}  # block -> number of its content, key
+        self._numbers = count(_NOTHING + 1)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody holds."""
+        return len(self._free)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that ``num_tokens`` tokens take."""
+        return -(-num_tokens // self.block_size)
+
+    def allocate(self, tokens: Sequence[int], *, reserve: int = 0) -> tuple[list[int], int] | None:
+        """Blocks for ``tokens`` and the number of leading tokens already in them; None if too few blocks are free.
+
+        At least one token is left to compute, also when all of them are known. ``reserve`` blocks stay free.
+        """
+        known = self._match(tokens)
+        fresh = self.blocks_for(len(tokens)) - len(known)
+        idle = sum(self._holders[block] == 0 for block in known)
+        if fresh + idle + reserve > len(self._free):
+            return None
+        for block in known:
+            self._free.pop(block, None)
+            self._holders[block] += 1
+        return known + [self._take() for _ in range(fresh)], len(known) * self.block_size
+
+    def extend(self, blocks: list[int], num_tokens: int) -> bool:
+        """Lengthen ``blocks`` to hold ``num_tokens``; False, and nothing done, if too few blocks are free."""
+        missing = self.blocks_for(num_tokens) - len(blocks)
+        if missing > len(self._free):
+            return False
+        blocks.extend(self._take() for _ in range(missing))
+        return True
+
+    def publish(self, tokens: Sequence[int], blocks: Sequence[int], num_computed: int) -> None:
+        """Let others find the full blocks among the first ``num_computed`` of ``tokens``."""
+        if not self.share:
+            return
+        before, size = _NOTHING, self.block_size
+        for i in range(num_computed // size):
+            block = blocks[i]
+            if block not in self._contents:
+                key = (before, tuple(tokens[i * size : (i + 1) * size]))
+                block = self._by_content.setdefault(key, block)
+                if block == blocks[i]:
+                    self._contents[block] = (next(self._numbers), key)
+            before = self._contents[block][0]
+
+    def release(self, blocks: list[int]) -> None:
+        """Let go of ``blocks`` and empty the list. Known ones are taken again last, a row's end before its start."""
+        for block in reversed(blocks):
+            self._holders[block] -= 1
+            assert self._holders[block] >= 0, f"block {block} released twice"
+            if self._holders[block] == 0:
+                self._free[block] = None
+                if block not in self._contents:
+                    self._free.move_to_end(block, last=False)
+        blocks.clear()
+
+    def forget(self) -> None:
+        """No block is known any more: the weights changed, or the content can't be trusted."""
+        self._by_content.clear()
+        self._contents.clear()
+
+    def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
+        """Raise AssertionError unless holders, free blocks and known blocks agree with the rows' ``tables``."""
+        held = Counter(block for table in tables for block in table)
+        assert held[0] == 0, "the padding block was given out"
+        for block in range(1, self.num_blocks + 1):
+            assert self._holders[block] == held[block], f"block {block}: {self._holders[block]} holders, {held[block]}"
+            assert (block in self._free) == (held[block] == 0), f"block {block} is both free and held, or neither"
+        assert len(self._free) + sum(n > 0 for n in self._holders) == self.num_blocks
+        assert {key: block for block, (_, key) in self._contents.items()} == self._by_content
+
+    def _match(self, tokens: Sequence[int]) -> list[int]:
+        found: list[int] = []
+        if not self.share:
+            return found
+        before, size = _NOTHING, self.block_size
+        for i in range((len(tokens) - 1) // size):
+            block = self._by_content.get((before, tuple(tokens[i * size : (i + 1) * size])))
+            if block is None:
+                break
+            found.append(block)
+            before = self._contents[block][0]
+        return found
+
+    def _take(self) -> int:
+        block, _ = self._free.popitem(last=False)
+        if block in self._contents:
+            del self._by_content[self._contents.pop(block)[1]]
+        self._holders[block] = 1
+        return block

@@ -1,0 +1,26 @@
+"""The native engine's own keys."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from verl.rollout.config import RolloutConfig
+
+
+class Config(RolloutConfig):
+    """Sizes of the paged cache and of a step."""
+
+    block_size: int = Field(default=16, ge=1)
+    """Tokens in one block of the cache; whole blocks of equal prompts are shared."""
+    cache_tokens: int | None = Field(default=None, ge=1)
+    """Tokens that the cache holds; None takes what the requests can use, within memory_frac."""
+    memory_frac: float = Field(default=0.6, gt=0, lt=1)
+    """Share of the device memory free at that moment that the cache may take when cache_tokens is None."""
+    max_running_rows: int = Field(default=512, ge=1)
+    """Responses decoded at the same time; the others wait."""
+    max_prefill_tokens: int = Field(default=8192, ge=1)
+    """Prompt tokens computed in one step; a longer prompt is computed in pieces."""
+    prefix_cache: bool = True
+    """Keep and share the blocks of equal prompt beginnings until the weights change."""
+    use_cuda_graph: bool = True
+    """On CUDA, decode through captured graphs; no effect on the CPU."""

@@ -1,0 +1,229 @@
+"""The native rollout engine: scheduler, block manager, runner and sampler joined around the module that trains.
+
+It shares the module's weights; there is no second copy. It knows token ids, sampling settings and a weight version,
+nothing of rewards, groups or training. Nothing is read from a model folder's generation_config.json.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verl.common.errors import ConfigError, VerlError
+from verl.models.causal_lm import CausalLM
+from verl.rollout.base import Request, Response, RolloutStats, SamplingParams
+from verl.rollout.native.block_manager import BlockManager
+from verl.rollout.native.cache import KVCache, affordable_tokens, layer_shapes
+from verl.rollout.native.config import Config as NativeConfig
+from verl.rollout.native.request_checks import RequestChecks
+from verl.rollout.native.runner import Runner, Sampled
+from verl.rollout.native.scheduler import Scheduler
+from verl.rollout.native.sequence import Sequence
+from verl.rollout.native.stop_strings import StopStrings
+from verl.rollout.native.weights import Weights
+
+_LOG = logging.getLogger(__name__)
+
+
+class NativeEngine:
+    """Continuous batching over a paged cache, on the device where ``model`` is.
+
+    tokenizer      decodes responses for stop strings; None if there are none
+    eos_token_ids  ids that end a response unless it ignores them
+    """
+
+    Config = NativeConfig
+
+    def __init__(
+        self, model: CausalLM, tokenizer: Any | None, config: NativeConfig, eos_token_ids: Iterable[int]
+    ) -> None:
+        self._model, self._tokenizer, self._config = model, tokenizer, config
+        self._eos_ids = frozenset(int(i) for i in eos_token_ids)
+        self._checks = RequestChecks(model)
+        self._weights = Weights(model.module)
+        self._logged: set[SamplingParams] = set()
+        self._device = next(model.module.parameters()).device
+        with _generating(model.module):
+            self._shapes = layer_shapes(model, self._device)
+        self._wanted_blocks = 0
+        self._scheduler: Scheduler | None = None
+        self._runner: Runner | None = None
+        self.policy_version = 0
+        self.stats = RolloutStats()
+        if config.stop:
+            StopStrings(tokenizer, config.stop)  # says now, not at the first call, that a tokenizer is missing
+
+    def generate(self, requests: collections.abc.Sequence[Request]) -> list[Response]:
+        """One response a request, in order; wakes the engine if it sleeps.
+
+        Raises, before any work: DataError for a prompt that is empty or has ids outside the vocabulary, ConfigError
+        for a request that can't fit the model's positions or the cache, StaleWeights when the weights were changed
+        and nobody said so. Raises VerlError when the model's outputs aren't numbers.
+        """
+        self._weights.check_fresh(self.policy_version)
+        rows = [self._row(i, request) for i, request in enumerate(requests)]
+        self._log_settings(requests)
+        self.stats = RolloutStats()
+        if rows:
+            scheduler, runner = self._awake(rows)
+            with _generating(self._model.module):
+                self._run(rows, scheduler, runner)
+        return [self._response(row) for row in rows]
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Copy ``weights`` into the module by parameter name and take ``version``.
+
+        Raises ConfigError for an unknown name, ShapeError for another shape, StaleWeights when parameters are
+        missing; after any of these, generating raises StaleWeights until a load ends well.
+        """
+        self._weights.load(weights)
+        self.weights_changed(version)
+
+    def weights_changed(self, version: int) -> None:
+        """The module's weights were updated in place: drop what was cached under the old ones, take ``version``."""
+        if self._scheduler is not None:
+            self._scheduler.blocks.forget()
+        self._weights.accept()
+        self.policy_version = version
+
+    def sleep(self) -> None:
+        """Give back the cache's memory, and with it the cached prefixes and the graphs."""
+        self._scheduler = self._runner = None
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Take the cache's memory again, as much as before; before a first call only if cache_tokens is set."""
+        blocks = self._configured_blocks or self._wanted_blocks
+        if self._scheduler is None and blocks:
+            self._build(blocks)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless blocks, holders and rows agree; between calls no row holds a block."""
+        if self._scheduler is not None:
+            self._scheduler.check_integrity()
+
+    @property
+    def _configured_blocks(self) -> int | None:
+        tokens = self._config.cache_tokens
+        return None if tokens is None else tokens // self._config.block_size
+
+    def _row(self, index: int, request: Request) -> Sequence:
+        prompt = self._checks.prompt(index, request)
+        sampling = request.sampling
+        stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos_ids)
+        strings = StopStrings(self._tokenizer, sampling.stop) if sampling.stop else None
+        return Sequence(request, prompt, stop_ids, strings)
+
+    def _log_settings(self, requests: Iterable[Request]) -> None:
+        for sampling in {request.sampling: None for request in requests}:
+            if sampling not in self._logged:
+                self._logged.add(sampling)
+                _LOG.info("sampling with %s; end-of-sequence ids %s", sampling, sorted(self._eos_ids))
+
+    def _awake(self, rows: list[Sequence]) -> tuple[Scheduler, Runner]:
+        """Scheduler and runner over a cache in which each row alone fits and, memory allowing, all that may run do."""
+        size = self._config.block_size
+        needs = sorted((-(-row.max_cached // size) for row in rows), reverse=True)
+        blocks = self._configured_blocks
+        if blocks is None:
+            held = 0 if self._scheduler is None else self._scheduler.blocks.num_blocks
+            wanted = sum(needs[: self._config.max_running_rows])
+            blocks = held if wanted <= held else self._affordable(held, 1 << (wanted - 1).bit_length())
+        if needs[0] > blocks:
+            row = max(rows, key=lambda row: row.max_cached)
+            raise ConfigError(
+                f"a prompt of {row.num_prompt} tokens with max_new_tokens {row.request.sampling.max_new_tokens} "
+                f"needs {needs[0]} cache blocks of {size} tokens and the cache has {blocks}: raise cache_tokens "
+                f"({self._config.cache_tokens}) or memory_frac ({self._config.memory_frac}), or lower "
+                "max_response_tokens or the prompt limit"
+            )
+        if self._scheduler is None or self._scheduler.blocks.num_blocks != blocks or self._weights.moved():
+            self._build(blocks)
+        assert self._scheduler is not None and self._runner is not None
+        return self._scheduler, self._runner
+
+    def _affordable(self, held: int, wanted: int) -> int:
+        budget = affordable_tokens(self._shapes, self._device, self._config.memory_frac) // self._config.block_size
+        return max(held, min(wanted, budget))
+
+    def _build(self, blocks: int) -> None:
+        self.sleep()
+        config = self._config
+        self._wanted_blocks = blocks
+        manager = BlockManager(blocks, config.block_size, share=config.prefix_cache)
+        self._scheduler = Scheduler(
+            manager, max_running_rows=config.max_running_rows, max_prefill_tokens=config.max_prefill_tokens
+        )
+        cache = KVCache(self._shapes, blocks, config.block_size, self._device)
+        self._runner = Runner(self._model, cache, self._shapes, use_cuda_graph=config.use_cuda_graph)
+
+    def _run(self, rows: list[Sequence], scheduler: Scheduler, runner: Runner) -> None:
+        started, stats = time.perf_counter(), self.stats
+        scheduler.num_preemptions = scheduler.num_cached_tokens = 0
+        scheduler.add(rows)
+        try:
+            while scheduler.has_work:
+                self._step(scheduler, runner)
+        except BaseException:
+            scheduler.clear()
+            raise
+        elapsed = time.perf_counter() - started
+        made = sum(row.num_response for row in rows)
+        stats.preemptions, stats.cached_prompt_tokens = scheduler.num_preemptions, scheduler.num_cached_tokens
+        stats.extra = {"response_tokens": made, "generate_s": elapsed, "response_tokens_per_s": made / elapsed}
+
+    def _step(self, scheduler: Scheduler, runner: Runner) -> None:
+        chunks = scheduler.prefill()
+        if chunks:
+            self.stats.prefill_tokens += sum(chunk.end - chunk.start for chunk in chunks)
+            _take([chunk.sequence for chunk in chunks if chunk.is_last], runner.prefill(chunks))
+        else:
+            rows = scheduler.decode(runner.steps)
+            self.stats.decode_steps += runner.steps
+            _take(rows, runner.decode(rows, runner.steps))
+        scheduler.drop_finished()
+
+    def _response(self, row: Sequence) -> Response:
+        assert row.finish_reason is not None
+        return Response(
+            response_ids=row.tokens[row.num_prompt :],
+            log_probs=row.log_probs,
+            finish_reason=row.finish_reason,
+            policy_version=self.policy_version,
+        )
+
+
+def _take(rows: collections.abc.Sequence[Sequence], sampled: Sampled) -> None:
+    """Give each row its tokens, [steps][rows], as far as its end; what was sampled behind that is dropped."""
+    for tokens, log_probs in zip(*sampled, strict=True):
+        for row, token, log_prob in zip(rows, tokens, log_probs, strict=True):
+            if row.finish_reason is not None:
+                continue
+            if log_prob != log_prob:
+                raise VerlError(
+                    f"token {row.num_response} of a response to a prompt of {row.num_prompt} tokens has the log-prob "
+                    "nan: the model's weights or outputs are not finite numbers"
+                )
+            row.append(token, log_prob)
+            row.num_computed = len(row.tokens) - 1
+
+
+@contextmanager
+def _generating(module: nn.Module) -> Iterator[None]:
+    """No gradients, evaluation mode; every submodule's own mode comes back after."""
+    training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for part in training:
+            part.training = True

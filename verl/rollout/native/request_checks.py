@@ -1,0 +1,38 @@
+"""What a request must satisfy before any work: its prompt, its positions, its ids."""
+
+from __future__ import annotations
+
+from verl.common.errors import ConfigError, DataError
+from verl.models.causal_lm import CausalLM
+from verl.rollout.base import Request
+
+
+class RequestChecks:
+    """Limits of one model."""
+
+    def __init__(self, model: CausalLM) -> None:
+        config = model.module.config.get_text_config()
+        self._name, self._vocab_size = model.name, model.vocab_size
+        self._max_positions: int | None = getattr(config, "max_position_embeddings", None)
+
+    def prompt(self, index: int, request: Request) -> list[int]:
+        """The prompt's ids. Raises DataError for a bad prompt, ConfigError for a request that can't fit."""
+        ids = [int(i) for i in request.prompt_ids]
+        if not ids:
+            raise DataError(f"request {index} has an empty prompt: generation needs at least one token to start from")
+        if min(ids) < 0 or max(ids) >= self._vocab_size:
+            bad = next(i for i in ids if not 0 <= i < self._vocab_size)
+            raise DataError(f"request {index}: prompt id {bad} is outside the vocabulary of {self._vocab_size}")
+        for stop_id in request.sampling.stop_token_ids:
+            if not 0 <= stop_id < self._vocab_size:
+                raise ConfigError(
+                    f"stop_token_ids has {stop_id}, allowed are 0 to {self._vocab_size - 1} (the vocabulary)"
+                )
+        total = len(ids) + request.sampling.max_new_tokens
+        if self._max_positions is not None and total > self._max_positions:
+            raise ConfigError(
+                f"request {index}: a prompt of {len(ids)} tokens with max_new_tokens {request.sampling.max_new_tokens} "
+                f"needs {total} positions and {self._name!r} has {self._max_positions} (max_position_embeddings): "
+                "lower max_response_tokens or the prompt limit"
+            )
+        return ids
