@@ -78,49 +78,48 @@ class Batch:
         return len(self.rows)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._columns.keys()
+        return name in self._columns.keys()  # noqa: SIM118  # `in` the dict asks for rows
 
     @property
     def names(self) -> list[str]:
         """The columns written so far."""
-        return sorted(self._columns.keys())
+        return sorted(str(name) for name in self._columns.keys())  # noqa: SIM118  # iterating the dict yields rows
 
     def __getitem__(self, name: str) -> Tensor:
         """A [B] column, or the [N] values of a ragged one. Raises MissingField naming the writer."""
         column = self._column(name)
-        return column.values() if column.is_nested else column
+        return _values(column) if column.is_nested else column
 
     def lengths(self, name: str) -> Tensor:
         """[B] int64 on the CPU: tokens of each row in a ragged column."""
         column = self._column(name)
         if not column.is_nested:
             raise ShapeError(f"column {name!r} is one value a row; only ragged columns have lengths")
-        return column.offsets().diff().cpu()
+        offsets: Tensor = column.offsets()  # type: ignore[attr-defined]  # every jagged tensor has them
+        return offsets.diff().cpu()
 
     def put(self, name: str, values: Tensor, lengths: Sequence[int] | Tensor | None = None) -> None:
         """Write a column: [B], or the [N] values of a ragged one.
 
         lengths  tokens of each row; may be left out where the column is shaped like one already written.
-        Raises ShapeError when the sizes disagree with the rows or with the response.
+        Raises ShapeError when the sizes disagree with the rows or with the response, or fractions would be cut off.
         """
         field = _field(name)
+        if values.is_floating_point() and field.dtype == torch.int64:
+            raise ShapeError(f"column {name!r} holds integers, got {values.dtype}")
         values = values.detach().to(field.dtype)
         if field.shape == "row":
             if values.shape != (len(self),):
                 raise ShapeError(f"column {name!r} needs shape [{len(self)}], got {list(values.shape)}")
             self._columns.set(name, values)
             return
-        anchor = f"{field.shape}_ids"
+        alike = [other for other in _alike(field.shape) if other in self and other != name]
         if lengths is None:
-            lengths = self.lengths(anchor)
-        lengths = torch.as_tensor(lengths, dtype=torch.int64)
-        if lengths.shape != (len(self),) or values.dim() != 1 or int(lengths.sum()) != len(values):
-            raise ShapeError(
-                f"column {name!r}: {list(values.shape)} values for {len(lengths)} lengths summing to "
-                f"{int(lengths.sum())}, in a batch of {len(self)} rows"
-            )
-        if name != anchor and anchor in self and not torch.equal(lengths, self.lengths(anchor)):
-            raise ShapeError(f"column {name!r} must have the lengths of {anchor!r}")
+            lengths = self.lengths(alike[0] if alike else f"{field.shape}_ids")
+        lengths = torch.as_tensor(lengths, dtype=torch.int64).cpu()
+        _check_lengths(name, values, lengths, len(self))
+        if alike and not torch.equal(lengths, self.lengths(alike[0])):
+            raise ShapeError(f"column {name!r} must have the lengths of {alike[0]!r}, which is in the batch already")
         offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(values.device)
         self._columns.set(name, torch.nested.nested_tensor_from_jagged(values, offsets))
 
@@ -130,19 +129,21 @@ class Batch:
 
     def put_padded(self, name: str, padded: Tensor) -> None:
         """Write a response-shaped column from [B, R]; what stands right of a row's end is dropped."""
+        if _field(name).shape == "row":
+            raise ShapeError(f"column {name!r} is one value a row; write it with put")
         lengths = self.lengths(f"{_field(name).shape}_ids")
         self.put(name, unpad_rows(padded, lengths), lengths)
 
     def select(self, index: Sequence[int] | Tensor) -> Batch:
-        """The rows at ``index``, in that order."""
-        index = torch.as_tensor(index, dtype=torch.int64).reshape(-1)
+        """The rows at ``index``, in that order; a boolean mask [B] keeps the rows where it is True."""
+        index = self._row_numbers(index)
         part = Batch([self.rows[i] for i in index.tolist()])
-        for name in sorted(self._columns.keys(), key=lambda n: not n.endswith("_ids")):
-            column = self._columns.get(name)
+        for name in self.names:
+            column = self._column(name)
             if column.is_nested:
-                pieces = column.values().split(self.lengths(name).tolist())
+                pieces = torch.split(_values(column), self.lengths(name).tolist())
                 chosen = [pieces[i] for i in index.tolist()]
-                values = torch.cat(chosen) if chosen else column.values()[:0]
+                values = torch.cat(chosen) if chosen else _values(column)[:0]
                 part.put(name, values, self.lengths(name)[index])
             else:
                 part.put(name, column[index.to(column.device)])
@@ -150,17 +151,27 @@ class Batch:
 
     @staticmethod
     def cat(batches: Sequence[Batch]) -> Batch:
-        """The rows of all ``batches``, which must hold the same columns."""
+        """The rows of all ``batches``, at least one, which must hold the same columns. Raises ShapeError if not."""
+        if not batches:
+            raise ShapeError("no batches to join: without one the columns aren't known")
         names = batches[0].names
         for other in batches[1:]:
             if other.names != names:
                 raise ShapeError(f"batches hold different columns: {names} and {other.names}")
         whole = Batch([row for batch in batches for row in batch.rows])
-        for name in sorted(names, key=lambda n: not n.endswith("_ids")):
+        for name in names:
             values = torch.cat([batch[name] for batch in batches])
             ragged = FIELDS[name].shape != "row"
             whole.put(name, values, torch.cat([b.lengths(name) for b in batches]) if ragged else None)
         return whole
+
+    def _row_numbers(self, index: Sequence[int] | Tensor) -> Tensor:
+        index = torch.as_tensor(index).cpu()
+        if index.dtype == torch.bool:
+            if index.shape != (len(self),):
+                raise ShapeError(f"a mask over {len(self)} rows has shape {list(index.shape)}")
+            return index.nonzero().reshape(-1)
+        return index.to(torch.int64).reshape(-1)
 
     def _column(self, name: str) -> Tensor:
         field = _field(name)
@@ -171,7 +182,8 @@ class Batch:
 
 
 def pad_rows(values: Tensor, lengths: Tensor, fill: float = 0) -> Tensor:
-    """[N] packed values to [B, R], ``fill`` right of each row's end."""
+    """[N] packed values to [B, R], ``fill`` right of each row's end. Raises ShapeError when N isn't their sum."""
+    _check_lengths("values", values, lengths, len(lengths))
     width = int(lengths.max()) if len(lengths) else 0
     padded = values.new_full((len(lengths), width), fill)
     padded[row_mask(lengths, width).to(values.device)] = values
@@ -188,6 +200,24 @@ def unpad_rows(padded: Tensor, lengths: Tensor) -> Tensor:
 def row_mask(lengths: Tensor, width: int) -> Tensor:
     """[B, width] bool: True within each row's length."""
     return torch.arange(width)[None, :] < lengths.cpu()[:, None]
+
+
+def _values(column: Tensor) -> Tensor:
+    values: Tensor = column.values()
+    return values
+
+
+def _alike(shape: str) -> list[str]:
+    return [name for name, field in FIELDS.items() if field.shape == shape]
+
+
+def _check_lengths(name: str, values: Tensor, lengths: Tensor, rows: int) -> None:
+    fits = lengths.shape == (rows,) and values.dim() == 1 and int(lengths.sum()) == len(values)
+    if not fits or (rows and int(lengths.min()) < 0):
+        raise ShapeError(
+            f"column {name!r}: {list(values.shape)} values for {lengths.numel()} lengths summing to "
+            f"{int(lengths.sum())}, none negative, in a batch of {rows} rows"
+        )
 
 
 def _field(name: str) -> Field:

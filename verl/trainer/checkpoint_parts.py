@@ -1,0 +1,339 @@
+"""What a checkpoint of a run is made of: models, optimizers, generator states, each as a folder of its own.
+
+In comes a live object and an empty folder; out come files that this module reads back, and for a model files that
+plain transformers reads. When and where they are written is the store's business (``checkpoint.py``).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.optim import Optimizer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from verl.common.errors import CheckpointError
+from verl.common.files import write_json
+from verl.models.attention import ATTENTION
+
+log = logging.getLogger(__name__)
+
+_OPTIMIZER = "optimizer.json"
+_PYTHON_AND_NUMPY = "generators.json"
+_TORCH = "generators.safetensors"
+
+
+def save_model(
+    folder: Path,
+    module: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write a folder that ``AutoModelForCausalLM.from_pretrained`` and ``AutoTokenizer.from_pretrained`` load.
+
+    dtype  type of the floating-point weights in the files; by default the module's own
+    The module stays as it is. Its generation configuration is carried as it is, valid in transformers' eyes or not:
+    a sampling default must not cost a checkpoint. The tokenizer carries its chat template.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = module.state_dict() if dtype is None else converted(module.state_dict(), dtype)
+    with _without_generation_config(module):
+        module.save_pretrained(folder, state_dict=weights)
+    if module.generation_config is not None:
+        module.generation_config.to_json_file(folder / "generation_config.json", use_diff=True)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    write_json(folder / "config.json", clean_config(config, dtype))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def converted(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """``tensors`` with the floating-point ones as ``dtype``; names that share storage still share it.
+
+    Raises CheckpointError naming a tensor whose finite values would overflow.
+    """
+    done: dict[tuple[Any, ...], Tensor] = {}
+    result = {}
+    for name, tensor in tensors.items():
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        if not tensor.is_floating_point() or tensor.dtype == dtype:
+            result[name] = tensor
+            continue
+        if key not in done or tensor.numel() == 0:
+            done[key] = tensor.detach().to(dtype)
+            if not bool((done[key].isfinite() | ~tensor.isfinite()).all()):
+                raise CheckpointError(f"{name} has values beyond the range of {dtype}: choose bfloat16 or float32")
+        result[name] = done[key]
+    return result
+
+
+def clean_config(config: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
+    """A ``config.json`` without this library's attention name, saying ``dtype`` (None: as it was) at every level."""
+    cleaned: dict[str, Any] = {}
+    for key, value in config.items():
+        if "attn_implementation" in key and ATTENTION in (value.values() if isinstance(value, dict) else [value]):
+            continue
+        if key in ("dtype", "torch_dtype") and dtype is not None and isinstance(value, str):
+            value = str(dtype).removeprefix("torch.")
+        cleaned[key] = clean_config(value, dtype) if isinstance(value, dict) else value
+    return cleaned
+
+
+def save_optimizer(
+    folder: Path,
+    optimizer: Optimizer,
+    masters: Mapping[str, Tensor] | None = None,
+    *,
+    parameters: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write an optimizer's state by parameter name with torch.distributed.checkpoint.
+
+    masters     further tensors to keep beside it, by parameter name: float32 masters of low-precision weights
+    parameters  fully qualified name -> the tensor that the optimizer steps; not needed for an optimizer that was built
+                from named parameters
+    With an initialised process group every rank must call this, and sharded tensors are written by their owners.
+    """
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    names = _names(optimizer, parameters)
+    tensors, scalars = _state_by_name(optimizer, names)
+    groups = [
+        {"parameters": [names[id(p)] for p in group["params"]], **_hyperparameters(group)}
+        for group in optimizer.param_groups
+    ]
+    described = {"groups": groups, "tensors": {n: sorted(state) for n, state in tensors.items()}, "scalars": scalars}
+    if _is_first_rank():
+        write_json(folder / _OPTIMIZER, {**described, "masters": sorted(masters or {})})
+    flat = {_key(kind, name): tensor for name, state in tensors.items() for kind, tensor in state.items()}
+    flat.update({_key("master", name): tensor.detach() for name, tensor in (masters or {}).items()})
+    if flat:
+        with _dcp(folder):
+            save(flat, storage_writer=FileSystemWriter(folder), no_dist=not _is_distributed())
+
+
+def load_optimizer(
+    folder: Path,
+    optimizer: Optimizer,
+    masters: Mapping[str, Tensor] | None = None,
+    *,
+    parameters: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Put the state of ``save_optimizer`` back: moments and counters, each group's learning rate, and ``masters``.
+
+    Other hyperparameters stay as the optimizer was built, since the run's config decides them; a log line names those
+    that differ. The number of ranks and the grouping may differ from when it was saved; names and shapes may not:
+    CheckpointError names the first ones that do, before anything has been changed.
+    """
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    names = _names(optimizer, parameters)
+    try:
+        saved = json.loads((folder / _OPTIMIZER).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder} holds no optimizer state: {error}") from error
+    _check_same(
+        "parameters", folder, {n for group in saved["groups"] for n in group["parameters"]}, set(names.values())
+    )
+    _check_same("masters", folder, set(saved["masters"]), set(masters or {}))
+    flat: dict[str, Tensor] = {_key("master", name): tensor.detach() for name, tensor in (masters or {}).items()}
+    is_empty = not flat and not any(saved["tensors"].values())
+    stored = {} if is_empty else FileSystemReader(folder).read_metadata().state_dict_metadata
+    states = _states_to_fill(optimizer, names, saved, stored)
+    for name, state in states.items():
+        flat.update({_key(kind, name): tensor for kind, tensor in state.items()})
+    _check_shapes(folder, flat, stored)
+    if flat:
+        with _dcp(folder):
+            load(flat, storage_reader=FileSystemReader(folder), no_dist=not _is_distributed())
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            optimizer.state[parameter] = {**states.get(name, {}), **saved["scalars"].get(name, {})}
+            if not optimizer.state[parameter]:
+                del optimizer.state[parameter]
+    _restore_rates(optimizer, names, saved["groups"])
+
+
+def save_generators(folder: Path, generators: Mapping[str, torch.Generator] | None = None) -> None:
+    """Write the state of Python's, NumPy's and torch's global generators (CPU and every CUDA device).
+
+    generators  further torch generators, by a name of the caller's
+    """
+    words = {"python": random.getstate(), "numpy": _plain(numpy.random.get_state(legacy=False))}
+    write_json(folder / _PYTHON_AND_NUMPY, words)
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states.update({f"cuda.{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())})
+    states.update({f"named.{name}": generator.get_state() for name, generator in (generators or {}).items()})
+    save_file(states, folder / _TORCH)
+
+
+def load_generators(folder: Path, generators: Mapping[str, torch.Generator] | None = None) -> None:
+    """Put back what ``save_generators`` wrote. A CUDA device that wasn't there then keeps its own state.
+
+    Raises CheckpointError when the files aren't there or lack one of ``generators``; nothing has been changed then.
+    """
+    try:
+        words = json.loads((folder / _PYTHON_AND_NUMPY).read_text(encoding="utf-8"))
+        states = load_file(folder / _TORCH)
+        named = {name: states[f"named.{name}"] for name in generators or {}}
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{folder} doesn't hold the generator states asked for: {error!r}") from error
+    kind, numbers, gauss = words["python"]
+    random.setstate((kind, tuple(numbers), gauss))
+    numpy.random.set_state(_with_array(words["numpy"]))
+    torch.set_rng_state(states["cpu"])
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        if f"cuda.{index}" in states:
+            torch.cuda.set_rng_state(states[f"cuda.{index}"], index)
+    for name, state in named.items():
+        (generators or {})[name].set_state(state)
+
+
+@contextmanager
+def _without_generation_config(module: PreTrainedModel) -> Iterator[None]:
+    """transformers refuses to save a model whose generation configuration it finds inconsistent."""
+    from transformers import GenerationConfig
+
+    kept = module.generation_config
+    module.generation_config = None if kept is None else GenerationConfig()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        module.generation_config = kept
+
+
+def _names(optimizer: Optimizer, parameters: Mapping[str, Tensor] | None) -> dict[int, str]:
+    """id of each tensor that the optimizer steps -> its fully qualified name."""
+    names = {id(tensor): name for name, tensor in (parameters or {}).items()}
+    for group in optimizer.param_groups:
+        names.update({id(p): n for p, n in zip(group["params"], group.get("param_names", []), strict=False)})
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    if nameless := [list(p.shape) for p in stepped if id(p) not in names]:
+        raise CheckpointError(
+            f"{len(nameless)} tensors of the optimizer have no name (the first has shape {nameless[0]}): build it from "
+            "named_parameters(), or give `parameters`"
+        )
+    return {id(p): names[id(p)] for p in stepped}
+
+
+def _state_by_name(
+    optimizer: Optimizer, names: Mapping[int, str]
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, dict[str, Any]]]:
+    tensors: dict[str, dict[str, Tensor]] = {}
+    scalars: dict[str, dict[str, Any]] = {}
+    for parameter, state in optimizer.state.items():
+        name = names[id(parameter)]
+        tensors[name] = {kind: value for kind, value in state.items() if isinstance(value, Tensor)}
+        scalars[name] = {kind: value for kind, value in state.items() if not isinstance(value, Tensor)}
+    return tensors, scalars
+
+
+def _states_to_fill(
+    optimizer: Optimizer, names: Mapping[int, str], saved: Mapping[str, Any], stored: Mapping[str, Any]
+) -> dict[str, dict[str, Tensor]]:
+    """name -> kind -> the tensor to read into: the live one where it fits, else a new one beside the parameter."""
+    states: dict[str, dict[str, Tensor]] = {}
+    for group in optimizer.param_groups:
+        is_on_device = bool(group.get("fused") or group.get("capturable"))
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            for kind in saved["tensors"].get(name, []):
+                what = stored[_key(kind, name)]
+                live = optimizer.state[parameter].get(kind) if parameter in optimizer.state else None
+                if not isinstance(live, Tensor) or live.shape != what.size or live.dtype != what.properties.dtype:
+                    live = _beside(parameter, what.size, what.properties.dtype, is_on_device)
+                states.setdefault(name, {})[kind] = live
+    return states
+
+
+def _beside(parameter: Tensor, size: torch.Size, dtype: torch.dtype, is_on_device: bool) -> Tensor:
+    if size == parameter.shape and len(size):
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)  # sharded like the parameter
+    return torch.zeros(size, dtype=dtype, device=parameter.device if len(size) or is_on_device else "cpu")
+
+
+def _check_same(what: str, folder: Path, saved: set[str], live: set[str]) -> None:
+    if missing := sorted(live - saved):
+        raise CheckpointError(f"{folder} lacks {len(missing)} of the optimizer's {what}, such as {missing[0]!r}")
+    if extra := sorted(saved - live):
+        raise CheckpointError(f"{folder} holds {len(extra)} {what} that the optimizer lacks, such as {extra[0]!r}")
+
+
+def _check_shapes(folder: Path, flat: Mapping[str, Tensor], stored: Mapping[str, Any]) -> None:
+    for key, tensor in flat.items():
+        if key not in stored or stored[key].size != tensor.shape:
+            size = list(stored[key].size) if key in stored else "nothing"
+            raise CheckpointError(f"{folder} holds {size} for {key!r}, the run needs shape {list(tensor.shape)}")
+
+
+def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
+    return {key: value for key, value in kept.items() if isinstance(value, bool | int | float | str | list | None)}
+
+
+def _restore_rates(optimizer: Optimizer, names: Mapping[int, str], groups: list[dict[str, Any]]) -> None:
+    group_of = {name: group for group in groups for name in group["parameters"]}
+    for group in optimizer.param_groups:
+        if not group["params"]:
+            continue
+        saved = group_of[names[id(group["params"][0])]]
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(saved["lr"])
+        else:
+            group["lr"] = saved["lr"]
+        differing = {k: (saved[k], v) for k, v in _hyperparameters(group).items() if k in saved and saved[k] != v}
+        for key, (old, new) in differing.items():
+            log.warning("the optimizer's %s was %r when it was saved and is %r in this run", key, old, new)
+
+
+def _plain(value: Any) -> Any:
+    """``value`` with arrays and tensors as lists and numbers, for JSON."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value.tolist() if isinstance(value, numpy.ndarray | numpy.generic | Tensor) else value
+
+
+def _with_array(state: dict[str, Any]) -> dict[str, Any]:
+    inner = {k: numpy.array(v, dtype=numpy.uint32) if isinstance(v, list) else v for k, v in state["state"].items()}
+    return {**state, "state": inner}
+
+
+def _key(kind: str, name: str) -> str:
+    return f"{kind}.{name}"
+
+
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _is_first_rank() -> bool:
+    return not _is_distributed() or torch.distributed.get_rank() == 0
+
+
+@contextmanager
+def _dcp(folder: Path) -> Iterator[None]:
+    """torch.distributed.checkpoint without its word on single processes, and with errors that ``except`` can catch."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        try:
+            yield
+        except CheckpointException as error:
+            rank, (first, _) = next(iter(sorted(error.failures.items())))
+            raise CheckpointError(f"optimizer state in {folder}, rank {rank}: {first}") from error

@@ -1,0 +1,129 @@
+"""A model out of a run: a folder that plain transformers loads, whole or absent.
+
+In comes a run folder, one checkpoint's folder or a model folder; out goes a model folder, its weights converted one
+file at a time, so that the model is never in memory as a whole. It doesn't know what the model computes.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from verl.common import files
+from verl.common.errors import CheckpointError, ConfigError, did_you_mean
+from verl.trainer.checkpoint import FOLDER, STATE, CheckpointStore, open_checkpoint
+
+_INDEX = "model.safetensors.index.json"
+_DTYPES = {
+    "float32": "float32",
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+}
+
+
+def export_checkpoint(source: Path, target: Path, dtype: str | None = None, role: str = "actor") -> Path:
+    """Write the model of ``role`` in ``source`` to the new folder ``target``, and return that.
+
+    source  a run folder (its newest complete checkpoint), a checkpoint's folder (every byte is verified) or a model's
+    dtype   "float32", "bfloat16", "float16" (or fp32, bf16, fp16): type of the weights; None keeps them
+    Raises CheckpointError for a source without such a model, an unfit target or a full disk, ConfigError for a dtype.
+    """
+    source, target = Path(source).absolute(), Path(target).absolute()
+    if dtype is not None and dtype not in _DTYPES:
+        known = ", ".join(sorted(set(_DTYPES.values())))
+        raise ConfigError(f"dtype is one of {known}, got {dtype!r}{did_you_mean(dtype, _DTYPES)}")
+    model = find_model(source, role)
+    _check_target(model, target)
+    names = [path.relative_to(model) for path in sorted(model.rglob("*")) if path.is_file() and not _is_hidden(path)]
+    try:
+        with files.folder_written_aside(target) as aside:
+            for name in names:
+                (aside / name).parent.mkdir(parents=True, exist_ok=True)
+                if dtype is None:
+                    shutil.copyfile(model / name, aside / name)
+                else:
+                    _convert(model / name, aside / name, _DTYPES[dtype])
+            if dtype is not None:
+                _fix_index(aside)
+    except Exception as error:
+        if files.is_out_of_space(error) or isinstance(error, OSError):
+            raise CheckpointError(
+                f"the export to {target} failed, {files.free_bytes(target):,} bytes are free there: {error}"
+            ) from error
+        raise
+    return target
+
+
+def find_model(source: Path, role: str = "actor") -> Path:
+    """The model folder of ``role`` in a run folder, a checkpoint's folder or a folder that is a model already."""
+    if not source.is_dir():
+        raise CheckpointError(f"{source} is no folder")
+    if (source / STATE).exists() or (source / files.MANIFEST).exists():
+        return open_checkpoint(source, hash_limit_bytes=None).part(f"{role}/model")
+    run = source.parent if source.name == FOLDER else source
+    if (run / FOLDER).is_dir():
+        checkpoint = CheckpointStore(run).latest()
+        if checkpoint is None:
+            raise CheckpointError(f"{run / FOLDER} holds no complete checkpoint yet")
+        return checkpoint.part(f"{role}/model")
+    if (source / "config.json").exists():
+        return source
+    raise CheckpointError(f"{source} is no run folder ({FOLDER}/), no checkpoint ({STATE}) and no model (config.json)")
+
+
+def _check_target(model: Path, target: Path) -> None:
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target} exists and isn't an empty folder: choose another one")
+    if target.resolve().is_relative_to(model.resolve()):
+        raise CheckpointError(f"{target} lies inside the model that is read, {model}: choose another folder")
+    needed = sum(path.stat().st_size for path in model.rglob("*") if path.is_file())
+    free = files.free_bytes(target)
+    if needed > free:
+        raise CheckpointError(f"no room in {target.parent}: the model takes {needed:,} bytes, {free:,} are free")
+
+
+def _convert(source: Path, target: Path, dtype: str) -> None:
+    """One file of a model folder with its weights, or what its configuration says of them, as ``dtype``."""
+    import torch
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    from verl.trainer.checkpoint_parts import clean_config, converted
+
+    kind: torch.dtype = getattr(torch, dtype)
+    if source.name == "config.json":
+        config = json.loads(source.read_text(encoding="utf-8"))
+        if "quantization_config" in config:
+            raise CheckpointError(f"{source.parent} is a quantized model: its weights can't be converted to {dtype}")
+        files.write_json(target, {"dtype": dtype, **clean_config(config, kind)})
+    elif source.suffix == ".safetensors":
+        with safe_open(source, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
+            save_file(converted(tensors, kind), target, metadata=file.metadata())
+    elif source.suffix in (".bin", ".pt", ".pth"):
+        raise CheckpointError(f"{source} isn't in safetensors format: its type can't be changed to {dtype}")
+    else:
+        shutil.copyfile(source, target)
+
+
+def _fix_index(folder: Path) -> None:
+    """The index of a model in several files gives the bytes of all tensors, which a conversion changes."""
+    if not (folder / _INDEX).exists():
+        return
+    from safetensors import safe_open
+
+    total = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            total += sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118
+    index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+    index.setdefault("metadata", {})["total_size"] = total
+    files.write_json(folder / _INDEX, index)
+
+
+def _is_hidden(path: Path) -> bool:
+    return path.name.startswith(".")
