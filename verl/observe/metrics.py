@@ -94,14 +94,18 @@ class MetricSums:
     def update(self, metrics: Mapping[str, MetricValue]) -> None:
         """Add a piece of each key: (sum, count) for a mean; one scalar for a key ending in /max, /min or /sum.
 
+        A loss hands in pairs only; of a pair under /max or /min the first is the value.
+
         Raises ValueError for a lone scalar under any other key: its weight against the other pieces is unknown.
         """
         for key, value in metrics.items():
             kind = _JOINS.get(key.rpartition("/")[2], "mean")
-            if isinstance(value, tuple):
-                if kind != "mean":
-                    raise ValueError(f"metric {key!r} ends in /{kind} and takes one scalar, got a (sum, count) pair")
+            if isinstance(value, tuple) and kind == "sum":
+                raise ValueError(f"metric {key!r} ends in /sum and takes one scalar, got a (sum, count) pair")
+            if isinstance(value, tuple) and kind == "mean":
                 self.add_mean(key, *value)
+            elif isinstance(value, tuple):
+                self._put(key, _Cell(kind, _scalar(key, value[0])))
             elif kind == "mean":
                 raise ValueError(f"metric {key!r} is a mean: give (sum, count), or end the key in /max, /min or /sum")
             else:
