@@ -6,7 +6,7 @@ from tests.tiny import word_tokenizer
 from verl.common.errors import ConfigError, DataError
 from verl.data.chat import encode_prompt
 from verl.data.config import DataConfig
-from verl.data.prompts import load_prompts, load_train, load_val, shared_prompts
+from verl.data.prompts import load_prompts, shared_prompts
 
 WORDS = " ".join(f"w{i}" for i in range(10, 19))
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
@@ -172,18 +172,20 @@ def test_a_prompt_without_tokens_is_named():
         load_prompts(rows("hi"), DataConfig(), tokenizer)
 
 
-def test_train_and_val_have_their_own_limits(tmp_path):
+def test_a_limit_on_rows_takes_the_first(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in rows("hi", "w6", "w7")))
-    config = DataConfig(train=str(path), val=[str(path), str(path)], max_train_rows=2, max_val_rows=4)
-    train, val = load_train(config, word_tokenizer()), load_val(config, word_tokenizer())
-    assert val is not None
+    train = load_prompts(str(path), DataConfig(), word_tokenizer(), max_rows=2)
+    val = load_prompts([str(path), str(path)], DataConfig(), word_tokenizer(), key="data.val", max_rows=4)
     assert [row.prompt for row in train] == ["hi", "w6"]
     assert [row.prompt for row in val] == ["hi", "w6", "w7", "hi"]
     assert shared_prompts(train, val) == [0, 1, 3]
-    assert load_val(DataConfig(), word_tokenizer()) is None
+    assert train.report.rows_read == 2
+
+
+def test_no_source_names_the_key():
     with pytest.raises(ConfigError, match=r"data\.train names no data"):
-        load_train(DataConfig(), word_tokenizer())
+        load_prompts(DataConfig().train, DataConfig(), word_tokenizer())
 
 
 def test_fingerprint_tells_other_data():

@@ -152,7 +152,7 @@ def test_mappings_in_python():
     assert type(values(rows)[0]["n"]) is int
 
 
-@pytest.mark.parametrize("source", [3, None, {"prompt": "hi"}, [{"prompt": "hi"}, 3]])
+@pytest.mark.parametrize("source", [3, {"prompt": "hi"}, [{"prompt": "hi"}, 3]])
 def test_what_is_no_source(source):
     with pytest.raises(DataError, match=r"data\.train: can't read rows from"):
         read(source)
@@ -210,9 +210,9 @@ GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="no GSM8K beside the checkout")
 def test_gsm8k_loads_whole():
     from tests.tiny import word_tokenizer
-    from verl.data.prompts import load_val
+    from verl.data.prompts import load_prompts
 
-    config = DataConfig(val=str(GSM8K / "test.jsonl"), prompt_key="question", ground_truth_key="answer")
-    data = load_val(config, word_tokenizer())
-    assert data is not None and len(data) == data.report.rows_read == 1319
+    config = DataConfig(prompt_key="question", ground_truth_key="answer")
+    data = load_prompts(GSM8K / "test.jsonl", config, word_tokenizer())
+    assert len(data) == data.report.rows_read == 1319
     assert data[0].ground_truth.endswith("#### 18") and data[0].extra == {}

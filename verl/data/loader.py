@@ -68,10 +68,6 @@ class PromptLoader:
             stop = min(stop, self._num_rows)
         return [self._row(position) for position in range(start, stop)]
 
-    def epoch(self, index: int) -> float:
-        """Passes over the data before batch ``index``."""
-        return index * self._prompts_per_step / len(self._dataset)
-
     def _row(self, position: int) -> PromptRow:
         epoch, offset = divmod(position, len(self._dataset))
         return self._dataset[self._order(epoch)[offset]]

@@ -12,13 +12,12 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from typing import TYPE_CHECKING, Any, overload
 
-from verl.common.errors import ConfigError, DataError, did_you_mean
+from verl.common.errors import DataError, did_you_mean
 from verl.data.chat import Prompt, check_prompt, encode_prompt
 from verl.data.config import DataConfig
-from verl.data.sources import SourceRow, raise_problems, read_rows
+from verl.data.sources import SourceRow, raise_problems, read_all
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -123,26 +122,10 @@ def load_prompts(
     Raises DataError, naming key and rows: a column that isn't there, prompts that are no prompts, no ground truth,
     nothing left. All such rows are counted and the first few named, at once.
     """
-    rows = list(islice(read_rows(source, config, key), max_rows))
-    if not rows:
-        raise DataError(f"{key}: the data set is empty")
+    rows = read_all(source, config, key, max_rows)
     columns = dict.fromkeys(name for row in rows for name in row.values)
     _check_columns(columns, config, rows[0].source)
     return _encode_rows(rows, list(columns), config, tokenizer, key)
-
-
-def load_train(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
-    """The prompts of ``data.train``, at most ``data.max_train_rows`` of them. Raises ConfigError when it is null."""
-    if config.train is None:
-        raise ConfigError("data.train names no data: give a file, a folder, a data set's name or gym:<task>")
-    return load_prompts(config.train, config, tokenizer, key="data.train", max_rows=config.max_train_rows)
-
-
-def load_val(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> PromptDataset | None:
-    """The prompts of ``data.val``, at most ``data.max_val_rows`` of them; None when it is null."""
-    if config.val is None:
-        return None
-    return load_prompts(config.val, config, tokenizer, key="data.val", max_rows=config.max_val_rows)
 
 
 def shared_prompts(train: Sequence[PromptRow], val: Sequence[PromptRow]) -> list[int]:

@@ -16,6 +16,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import parse_qsl
@@ -48,8 +49,11 @@ def read_rows(source: Any, config: DataConfig, key: str) -> Iterator[SourceRow]:
             list    rows (mappings), or several sources to be joined
             datasets.Dataset, or a DatasetDict of one split
     key     the configuration key that ``source`` came from, for messages
-    Raises DataError naming key and file when something is missing, unreadable, empty or of a kind not known.
+    Raises DataError naming key and file when something is missing, unreadable, empty or of a kind not known;
+    ConfigError for None and for options that aren't there.
     """
+    if source is None:
+        raise ConfigError(f"{key} names no data: give a file, a folder, the name of a data set or gym:<task>")
     if isinstance(source, Path):
         return _read_path(source, {}, key)
     if isinstance(source, str):
@@ -59,6 +63,14 @@ def read_rows(source: Any, config: DataConfig, key: str) -> Iterator[SourceRow]:
             return _number(source, "rows", "rows[{}]")
         return (row for entry in source for row in read_rows(entry, config, key))
     return _read_dataset(source, "dataset", {}, key)
+
+
+def read_all(source: Any, config: DataConfig, key: str, max_rows: int | None) -> list[SourceRow]:
+    """The first ``max_rows`` rows of ``source``, or all. Raises as ``read_rows``, and DataError when there is none."""
+    rows = list(islice(read_rows(source, config, key), max_rows))
+    if not rows:
+        raise DataError(f"{key}: the data set is empty")
+    return rows
 
 
 def raise_problems(key: str, problems: list[str], total: int, advice: str) -> NoReturn:

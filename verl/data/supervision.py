@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from verl.common.errors import DataError
@@ -28,7 +27,7 @@ from verl.data.chat import (
 )
 from verl.data.config import DataConfig
 from verl.data.prompts import Incident, LoadReport, require_column
-from verl.data.sources import SourceRow, raise_problems, read_rows
+from verl.data.sources import SourceRow, raise_problems, read_all
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,11 +65,13 @@ def supervise(
     Raises AnswerCut when no answer token is within ``max_tokens``; DataError when there is no answer, or the chat
     template renders a conversation's beginning differently from the whole and marks no ``{% generation %}`` block.
     """
-    if answer is not None and not uses_chat(tokenizer, prompt, config):
+    is_chat = uses_chat(tokenizer, prompt, config)
+    messages = _with_answer(prompt, answer, config)
+    if answer is not None and not is_chat:
         ids, mask = _join(tokenizer, encode_prompt(tokenizer, prompt, config), answer)
     else:
-        messages = _with_answer(prompt, answer, config)
-        has_blocks = _GENERATION_BLOCK.search(tokenizer.get_chat_template())
+        template = tokenizer.get_chat_template(tools=config.chat_template_kwargs.get("tools"))
+        has_blocks = _GENERATION_BLOCK.search(template)
         ids, mask = (_mask_by_blocks if has_blocks else _mask_by_prefixes)(tokenizer, messages, config)
     mask[:1] = [False] * len(mask[:1])
     if not any(mask):
@@ -99,7 +100,7 @@ def load_supervised(
     examples: list[Supervised] = []
     cut: list[Incident] = []
     problems: list[str] = []
-    rows = list(islice(read_rows(source, config, key), max_rows))
+    rows = read_all(source, config, key, max_rows)
     for row_id, row in enumerate(rows):
         try:
             examples.append(_supervise_row(row, config, tokenizer, answer_key, max_tokens))

@@ -1,0 +1,191 @@
+import math
+
+import pytest
+import torch
+
+from tests.tiny import word_tokenizer
+from verl.common.errors import ConfigError, DataError
+from verl.data.chat import encode_prompt
+from verl.data.config import DataConfig
+from verl.data.supervision import AnswerCut, Supervised, load_supervised, supervise
+
+CONFIG = DataConfig()
+HI = {"role": "user", "content": "hi"}
+TURNS = [HI, {"role": "assistant", "content": "w20 w21"}, {"role": "user", "content": "w9"}]
+TURNS = [*TURNS, {"role": "assistant", "content": "w22"}]
+BODY = (
+    "<s> {% for m in messages %}{% if m['role'] == 'assistant' %}[A] BLOCK"
+    "{% else %}[U] {{ m['content'] }} {% endif %}{% endfor %}{% if add_generation_prompt %}[A]{% endif %}"
+)
+BLOCKS = {
+    "end inside": "{% generation %}{{ m['content'] }} </s>{% endgeneration %} ",
+    "end outside": "{% generation -%}{{ m['content'] }}{%- endgeneration -%} {{ ' </s> ' }}",
+}
+
+
+def learned(example: Supervised) -> list[int]:
+    return [token for token, flag in zip(example.input_ids, example.labels_mask, strict=True) if flag]
+
+
+def tokenizer_with(block: str | None):
+    tokenizer = word_tokenizer()
+    if block is not None:
+        tokenizer.chat_template = BODY.replace("BLOCK", block)
+    return tokenizer
+
+
+def loss(example: Supervised, log_probs: torch.Tensor) -> torch.Tensor:
+    """Mean over the labels, by the stated rule: the label at t is token t, scored by the output at t - 1."""
+    ids, mask = torch.tensor(example.input_ids), torch.tensor(example.labels_mask)
+    picked = log_probs[:-1].gather(1, ids[1:, None])[:, 0]
+    return -picked[mask[1:]].mean()
+
+
+def test_plain_answer_and_its_eos_are_learned():
+    tokenizer = word_tokenizer(add_bos=False, chat_template=False)
+    example = supervise(tokenizer, "w10 w11 w12", CONFIG, answer="w20 w21")
+    assert example.input_ids == (10, 11, 12, 20, 21, 2)
+    assert example.labels_mask == (False, False, False, True, True, True)
+    uniform = torch.full((6, 50), -math.log(50))
+    assert loss(example, uniform).item() == pytest.approx(3.912023, abs=1e-6)
+    by_label = -torch.arange(50.0).expand(6, 50)
+    assert loss(example, by_label).item() * 3 == pytest.approx(43)
+
+
+def test_the_prompt_part_is_what_rollout_sees():
+    for tokenizer in (word_tokenizer(chat_template=False), word_tokenizer()):
+        ids = encode_prompt(tokenizer, "hi w6", CONFIG)
+        example = supervise(tokenizer, "hi w6", CONFIG, answer="w20")
+        assert list(example.input_ids) == [*ids, 20, 2]
+        assert learned(example) == [20, 2]
+
+
+def test_an_answer_that_ends_itself_gets_no_second_eos():
+    example = supervise(word_tokenizer(chat_template=False), "hi", CONFIG, answer="w20 </s>")
+    assert example.input_ids == (1, 5, 20, 2)
+
+
+@pytest.mark.parametrize("block", [None, *BLOCKS.values()], ids=["prefixes", *BLOCKS])
+def test_every_assistant_turn_and_its_end_is_learned(block):
+    example = supervise(tokenizer_with(block), TURNS, CONFIG)
+    assert example.input_ids == (1, 3, 5, 4, 20, 21, 2, 3, 9, 4, 22, 2)
+    assert [t for t, flag in enumerate(example.labels_mask) if flag] == [4, 5, 6, 10, 11]
+    assert learned(example) == [20, 21, 2, 22, 2]
+
+
+@pytest.mark.parametrize("block", [None, *BLOCKS.values()], ids=["prefixes", *BLOCKS])
+def test_messages_with_an_answer_learn_the_answer_only(block):
+    template = None if block is None else block
+    example = supervise(tokenizer_with(template), [HI], CONFIG, answer="w20")
+    assert example.input_ids == (1, 3, 5, 4, 20, 2) and learned(example) == [20, 2]
+
+
+def test_system_and_tool_turns_are_not_learned():
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = (
+        "<s> {% for m in messages %}{% if m['role'] == 'assistant' %}[A] {{ m['content'] }} </s> "
+        "{% else %}[U] {{ m['content'] }} </s> {% endif %}{% endfor %}{% if add_generation_prompt %}[A]{% endif %}"
+    )
+    turns = [*TURNS[:2], {"role": "tool", "content": "w30 w31"}, {"role": "assistant", "content": "w22"}]
+    example = supervise(tokenizer, turns, DataConfig(system_prompt="w40"))
+    assert example.input_ids == (1, 3, 40, 2, 3, 5, 2, 4, 20, 21, 2, 3, 30, 31, 2, 4, 22, 2)
+    assert learned(example) == [20, 21, 2, 22, 2]
+    assert example.labels_mask.index(True) == 8
+
+
+def test_what_follows_the_end_token_is_not_learned():
+    """ChatML puts a line break behind each end token; the model stops before it."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<|im_start|>": 1, "<|im_end|>": 2, "\n": 3, "user": 4, "assistant": 5, "hi": 6, "yes": 7}
+    inner = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    inner.pre_tokenizer = pre_tokenizers.Split("\n", "isolated")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"]
+    )
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}{{ '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    example = supervise(tokenizer, [HI], CONFIG, answer="yes")
+    assert example.input_ids == (1, 4, 3, 6, 2, 3, 1, 5, 3, 7, 2, 3)
+    assert [t for t, flag in enumerate(example.labels_mask) if flag] == [9, 10]
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(6, [20, 21, 2]), (5, [20, 21]), (4, [20]), (100, [20, 21, 2])])
+def test_a_cut_answer_keeps_what_is_left(limit, expected):
+    tokenizer = word_tokenizer(add_bos=False, chat_template=False)
+    example = supervise(tokenizer, "w10 w11 w12", CONFIG, answer="w20 w21", max_tokens=limit)
+    assert learned(example) == expected and len(example.input_ids) == min(limit, 6)
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+def test_an_answer_that_is_cut_away_is_refused(limit):
+    tokenizer = word_tokenizer(add_bos=False, chat_template=False)
+    with pytest.raises(AnswerCut, match=f"begins at token 3, beyond the limit of {limit}"):
+        supervise(tokenizer, "w10 w11 w12", CONFIG, answer="w20", max_tokens=limit)
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused():
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}[A] {% if loop.last %}w60 {% endif %}"
+        "{{ m['content'] }} </s> {% else %}[U] {{ m['content'] }} {% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}[A]{% endif %}"
+    )
+    with pytest.raises(DataError, match=r"first 2 messages differently.*generation"):
+        supervise(tokenizer, TURNS, CONFIG)
+    assert learned(supervise(tokenizer, TURNS[:2], CONFIG)) == [60, 20, 21, 2]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "said"),
+    [
+        ("hi", None, "a text prompt needs its answer"),
+        ([HI], None, r"no assistant turn to learn: the roles are \['user'\]"),
+        ([], None, "empty list"),
+        (TURNS, "w20", "ends with an assistant message"),
+    ],
+)
+def test_examples_without_an_answer_are_refused(prompt, answer, said):
+    with pytest.raises(DataError, match=said):
+        supervise(word_tokenizer(), prompt, CONFIG, answer=answer)
+
+
+def test_an_empty_plain_answer_is_refused():
+    with pytest.raises(DataError, match="the answer is empty"):
+        supervise(word_tokenizer(chat_template=False), "hi", CONFIG, answer=" ")
+
+
+def test_turns_need_a_template():
+    with pytest.raises(ConfigError, match="has no chat template"):
+        supervise(word_tokenizer(chat_template=False), TURNS, CONFIG)
+
+
+def test_rows_to_examples_and_a_report():
+    rows = [{"q": "hi", "a": "w20"}, {"q": "w6 w7 w8", "a": "w21"}]
+    config = DataConfig(prompt_key="q")
+    examples, report = load_supervised(rows, config, word_tokenizer(), answer_key="a", max_tokens=6)
+    assert [learned(example) for example in examples] == [[20, 2]]
+    assert report.summary().startswith("read 2 rows, kept 1; 1 dropped (answer cut away): rows[1] (")
+    talks = [{"prompt": TURNS}]
+    examples, report = load_supervised(talks, CONFIG, word_tokenizer(), answer_key=None, max_tokens=99)
+    assert learned(examples[0]) == [20, 21, 2, 22, 2] and report.dropped == {}
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (
+            [{"prompt": "hi", "a": "w20"}, {"prompt": "hi", "a": 3}],
+            r"1 of 2 rows(.|\n)*rows\[1\].*must be text, got int",
+        ),
+        ([{"prompt": "hi"}], r"'a' \(answer_key\) isn't in the row"),
+        ([{"prompt": " ".join(["w6"] * 20), "a": "w20"}], "no row is left"),
+        ([], "data set is empty"),
+    ],
+)
+def test_rows_that_teach_nothing(rows, said):
+    with pytest.raises(DataError, match=said):
+        load_supervised(rows, CONFIG, word_tokenizer(), answer_key="a", max_tokens=8)
