@@ -359,16 +359,21 @@ print("ready", flush=True)
 while True:
     step += 1
     store.save(step, {"actor/model": write("model"), "actor/optimizer": write("optimizer")}, {"step": step})
+    print("saved", flush=True)
 """
 
 
 def test_ten_kills_at_random_moments(tmp_path: Path) -> None:
     draw = random.Random(0)
-    newest = 0
-    for _ in range(10):
+    newest, save_s = 0, 0.1
+    for round_number in range(10):
         saver = subprocess.Popen([sys.executable, "-c", SAVER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
         assert saver.stdout is not None and saver.stdout.readline() == "ready\n"
-        time.sleep(draw.uniform(0.005, 0.15))
+        if round_number % 3 == 1:
+            start = time.monotonic()
+            assert saver.stdout.readline() == "saved\n"
+            save_s = time.monotonic() - start
+        time.sleep(draw.uniform(0, 2 * save_s))
         os.kill(saver.pid, signal.SIGKILL)
         saver.wait()
         saver.stdout.close()

@@ -206,7 +206,7 @@ def test_other_parameters_are_refused_before_anything_changes(tmp_path: Path) ->
     train(module, optimizer, range(2))
     save_optimizer(tmp_path, optimizer)
     wider = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
-    with pytest.raises(CheckpointError, match=r"holds \[4, 3\] for 'exp_avg.0.weight', the run needs shape \[5, 3\]"):
+    with pytest.raises(CheckpointError, match=r"'0.weight' was \[4, 3\], in this run it is \[5, 3\]"):
         load_optimizer(tmp_path, MAKERS["adamw"](wider.named_parameters()))
     deeper = nn.Sequential(*network(), nn.Linear(2, 2))
     with pytest.raises(CheckpointError, match=r"lacks 2 of the optimizer's parameters, such as '2.bias'"):
@@ -253,7 +253,7 @@ def test_generators_go_on_where_they_were(tmp_path: Path) -> None:
         draws(generator)
         load_generators(tmp_path, {"loader": generator})
         assert draws(generator) + draws(generator) == expected
-        with pytest.raises(CheckpointError, match="named.other"):
+        with pytest.raises(CheckpointError, match=r"named\.other"):
             load_generators(tmp_path, {"other": generator})
         with pytest.raises(CheckpointError, match="doesn't hold the generator states"):
             load_generators(tmp_path / "elsewhere")

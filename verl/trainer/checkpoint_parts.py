@@ -112,7 +112,9 @@ def save_optimizer(
         {"parameters": [names[id(p)] for p in group["params"]], **_hyperparameters(group)}
         for group in optimizer.param_groups
     ]
-    described = {"groups": groups, "tensors": {n: sorted(state) for n, state in tensors.items()}, "scalars": scalars}
+    shapes = {names[id(p)]: list(p.shape) for group in optimizer.param_groups for p in group["params"]}
+    kinds = {name: sorted(state) for name, state in tensors.items()}
+    described = {"groups": groups, "shapes": shapes, "tensors": kinds, "scalars": scalars}
     if _is_first_rank():
         write_json(folder / _OPTIMIZER, {**described, "masters": sorted(masters or {})})
     flat = {_key(kind, name): tensor for name, state in tensors.items() for kind, tensor in state.items()}
@@ -143,17 +145,15 @@ def load_optimizer(
         saved = json.loads((folder / _OPTIMIZER).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder} holds no optimizer state: {error}") from error
-    _check_same(
-        "parameters", folder, {n for group in saved["groups"] for n in group["parameters"]}, set(names.values())
-    )
+    _check_same("parameters", folder, set(saved["shapes"]), set(names.values()))
     _check_same("masters", folder, set(saved["masters"]), set(masters or {}))
+    _check_shapes(folder, optimizer, names, masters or {}, saved["shapes"])
     flat: dict[str, Tensor] = {_key("master", name): tensor.detach() for name, tensor in (masters or {}).items()}
     is_empty = not flat and not any(saved["tensors"].values())
     stored = {} if is_empty else FileSystemReader(folder).read_metadata().state_dict_metadata
     states = _states_to_fill(optimizer, names, saved, stored)
     for name, state in states.items():
         flat.update({_key(kind, name): tensor for kind, tensor in state.items()})
-    _check_shapes(folder, flat, stored)
     if flat:
         with _dcp(folder):
             load(flat, storage_reader=FileSystemReader(folder), no_dist=not _is_distributed())
@@ -272,11 +272,17 @@ def _check_same(what: str, folder: Path, saved: set[str], live: set[str]) -> Non
         raise CheckpointError(f"{folder} holds {len(extra)} {what} that the optimizer lacks, such as {extra[0]!r}")
 
 
-def _check_shapes(folder: Path, flat: Mapping[str, Tensor], stored: Mapping[str, Any]) -> None:
-    for key, tensor in flat.items():
-        if key not in stored or stored[key].size != tensor.shape:
-            size = list(stored[key].size) if key in stored else "nothing"
-            raise CheckpointError(f"{folder} holds {size} for {key!r}, the run needs shape {list(tensor.shape)}")
+def _check_shapes(
+    folder: Path,
+    optimizer: Optimizer,
+    names: Mapping[int, str],
+    masters: Mapping[str, Tensor],
+    shapes: Mapping[str, list[int]],
+) -> None:
+    live = [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"]]
+    for name, tensor in [*live, *masters.items()]:
+        if list(tensor.shape) != shapes.get(name, list(tensor.shape)):
+            raise CheckpointError(f"{folder}: {name!r} was {shapes[name]}, in this run it is {list(tensor.shape)}")
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
