@@ -2,6 +2,8 @@ import math
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from tests.tiny import word_tokenizer
 from verl.common.errors import ConfigError, DataError
@@ -93,14 +95,19 @@ def test_system_and_tool_turns_are_not_learned():
     assert example.labels_mask.index(True) == 8
 
 
-def test_what_follows_the_end_token_is_not_learned():
-    """ChatML puts a line break behind each end token; the model stops before it."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {"<pad>": 0, "<|im_start|>": 1, "<|im_end|>": 2, "\n": 3, "user": 4, "assistant": 5, "hi": 6, "yes": 7}
-    inner = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    inner.pre_tokenizer = pre_tokenizers.Split("\n", "isolated")
+def chatml_tokenizer():
+    """Byte-level BPE with ChatML, where a line break follows each end token and two of them are one token."""
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    special = ["<pad>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        vocab_size=280,
+        show_progress=False,
+    )
+    inner.train_from_iterator(["user assistant a\n\n\nb"] * 4, trainer)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=inner, pad_token="<pad>", eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"]
     )
@@ -108,9 +115,22 @@ def test_what_follows_the_end_token_is_not_learned():
         "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}{{ '<|im_end|>\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
-    example = supervise(tokenizer, [HI], CONFIG, answer="yes")
-    assert example.input_ids == (1, 4, 3, 6, 2, 3, 1, 5, 3, 7, 2, 3)
-    assert [t for t, flag in enumerate(example.labels_mask) if flag] == [9, 10]
+    return tokenizer
+
+
+def test_what_follows_the_end_token_is_not_learned():
+    tokenizer = chatml_tokenizer()
+    turns = [HI, {"role": "assistant", "content": " yes \n\n"}, HI, {"role": "assistant", "content": "42"}]
+    example = supervise(tokenizer, turns, CONFIG)
+    assert tokenizer.decode(learned(example)) == " yes \n\n<|im_end|>42<|im_end|>"
+    assert list(example.input_ids[: example.labels_mask.index(True)]) == encode_prompt(tokenizer, [HI], CONFIG)
+    text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n yes \n\n<|im_end|>\n"
+    assert tokenizer.decode(example.input_ids).startswith(text)
+
+
+def test_an_answer_that_melts_into_the_prompt_is_refused():
+    with pytest.raises(DataError, match=r"make one token together.*remove white space"):
+        supervise(chatml_tokenizer(), [HI], CONFIG, answer="\n\nyes")
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(6, [20, 21, 2]), (5, [20, 21]), (4, [20]), (100, [20, 21, 2])])
@@ -134,7 +154,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused():
         "{{ m['content'] }} </s> {% else %}[U] {{ m['content'] }} {% endif %}{% endfor %}"
         "{% if add_generation_prompt %}[A]{% endif %}"
     )
-    with pytest.raises(DataError, match=r"first 2 messages differently.*generation"):
+    with pytest.raises(DataError, match=r"beginning differently when more follows.*generation"):
         supervise(tokenizer, TURNS, CONFIG)
     assert learned(supervise(tokenizer, TURNS[:2], CONFIG)) == [60, 20, 21, 2]
 

@@ -172,28 +172,36 @@ def _mask_by_prefixes(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], config: DataConfig
 ) -> tuple[list[int], list[bool]]:
     """A turn is what the conversation up to it has beyond the prompt before it, both as ids."""
-    ids = encode_rendered(tokenizer, render_messages(tokenizer, messages, config, add_generation_prompt=False))
+    whole = render_messages(tokenizer, messages, config, add_generation_prompt=False)
+    ids = encode_rendered(tokenizer, whole)
     mask = [False] * len(ids)
     for i, message in enumerate(messages):
-        if message["role"] == "assistant":
-            start = _prefix_length(tokenizer, messages[:i], config, ids, is_prompt=True)
-            stop = _prefix_length(tokenizer, messages[: i + 1], config, ids, is_prompt=False)
-            stop = _end_of_turn(tokenizer, ids, start, stop)
-            mask[start:stop] = [True] * (stop - start)
+        if message["role"] != "assistant":
+            continue
+        before = render_messages(tokenizer, messages[:i], config, add_generation_prompt=True)
+        until = render_messages(tokenizer, messages[: i + 1], config, add_generation_prompt=False)
+        start = _prefix_length(tokenizer, before, whole, ids)
+        stop = _prefix_length(tokenizer, until, whole, ids) if until != whole else len(ids)
+        stop = _end_of_turn(tokenizer, ids, start, stop)
+        mask[start:stop] = [True] * (stop - start)
     return ids, mask
 
 
-def _prefix_length(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], config: DataConfig, ids: list[int], *, is_prompt: bool
-) -> int:
-    prefix = encode_rendered(tokenizer, render_messages(tokenizer, messages, config, add_generation_prompt=is_prompt))
-    if ids[: len(prefix)] != prefix:
+def _prefix_length(tokenizer: PreTrainedTokenizerBase, text: str, whole: str, ids: list[int]) -> int:
+    """How many of ``ids`` encode ``text``. Raises DataError when ``whole`` doesn't begin so, or no token ends there."""
+    prefix = encode_rendered(tokenizer, text)
+    if ids[: len(prefix)] == prefix:
+        return len(prefix)
+    if whole.startswith(text):
         raise DataError(
-            f"the chat template of {tokenizer.name_or_path!r} renders the first {len(messages)} messages differently "
-            "when more follow, so which tokens are the answer can't be told. Use a template with {% generation %} "
-            "blocks, or one example for each assistant turn (prompt and answer)"
+            f"the text {text[-20:]!r} before and {whole[len(text) :][:20]!r} after a turn's border make one token "
+            "together, which sampling never does: remove white space at the border"
         )
-    return len(prefix)
+    raise DataError(
+        f"the chat template of {tokenizer.name_or_path!r} renders a conversation's beginning differently when more "
+        "follows, so which tokens are the answer can't be told. Use a template with {% generation %} blocks, or one "
+        "example for each assistant turn (prompt and answer)"
+    )
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase, ids: list[int], start: int, stop: int) -> int:
