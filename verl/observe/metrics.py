@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,23 +30,21 @@ VALIDATION = "validation/"
 
 Scalar = float | Tensor
 MetricValue = Scalar | tuple[Scalar, Scalar]
-"""What ``MetricSums.update`` takes: (sum, count) for a mean, one scalar for a ``/max``, ``/min`` or ``/sum``."""
-
-_JOINS = {"max": "max", "min": "min", "sum": "sum"}
+"""What ``MetricSums.update`` takes: (sum, count) for a mean; for a ``/max``, ``/min`` or ``/sum`` one scalar, or
+(value, count of what it was taken over)."""
 
 
 @dataclass(frozen=True)
 class _Cell:
-    """One key's pieces so far. ``count`` is used by means alone."""
+    """One key's pieces so far, and how many elements they were taken over."""
 
     kind: str
     value: Scalar
-    count: Scalar = 0.0
+    count: Scalar = 1.0
 
     def joined(self, other: _Cell) -> _Cell:
-        if self.kind in ("max", "min"):
-            return replace(self, value=_extreme(self.kind, self.value, other.value))
-        return replace(self, value=_plus(self.value, other.value), count=_plus(self.count, other.count))
+        join = _plus if self.kind in ("mean", "sum") else partial(_extreme, self.kind)
+        return replace(self, value=join(self.value, other.value), count=_plus(self.count, other.count))
 
 
 class MetricSums:
@@ -64,13 +63,13 @@ class MetricSums:
         """A piece of a mean: ``total`` is the sum over ``count`` elements. Both stay on their device."""
         self._put(key, _Cell("mean", _scalar(key, total), _scalar(key, count)))
 
-    def add_max(self, key: str, value: Scalar) -> None:
-        """A candidate for the largest value; NaN wins, so that it shows."""
-        self._put(key, _Cell("max", _scalar(key, value)))
+    def add_max(self, key: str, value: Scalar, count: Scalar = 1.0) -> None:
+        """A candidate for the largest value, unless it was taken over ``count`` 0 elements; NaN wins, so it shows."""
+        self._put(key, _Cell("max", _where_any(_scalar(key, value), count, -math.inf), _scalar(key, count)))
 
-    def add_min(self, key: str, value: Scalar) -> None:
-        """A candidate for the smallest value; NaN wins, so that it shows."""
-        self._put(key, _Cell("min", _scalar(key, value)))
+    def add_min(self, key: str, value: Scalar, count: Scalar = 1.0) -> None:
+        """A candidate for the smallest value, unless it was taken over ``count`` 0 elements; NaN wins, so it shows."""
+        self._put(key, _Cell("min", _where_any(_scalar(key, value), count, math.inf), _scalar(key, count)))
 
     def add_sum(self, key: str, value: Scalar) -> None:
         """A piece of a total, such as a number of tokens."""
@@ -92,24 +91,23 @@ class MetricSums:
         self.add_min(f"{key}/min", values.min())
 
     def update(self, metrics: Mapping[str, MetricValue]) -> None:
-        """Add a piece of each key: (sum, count) for a mean; one scalar for a key ending in /max, /min or /sum.
+        """Add a piece of each key, joined as the key's end says.
 
-        A loss hands in pairs only; of a pair under /max or /min the first is the value.
-
-        Raises ValueError for a lone scalar under any other key: its weight against the other pieces is unknown.
+        Raises ValueError for a lone scalar under a key that is a mean: its weight against the other pieces is unknown.
         """
         for key, value in metrics.items():
-            kind = _JOINS.get(key.rpartition("/")[2], "mean")
-            if isinstance(value, tuple) and kind == "sum":
-                raise ValueError(f"metric {key!r} ends in /sum and takes one scalar, got a (sum, count) pair")
-            if isinstance(value, tuple) and kind == "mean":
-                self.add_mean(key, *value)
-            elif isinstance(value, tuple):
-                self._put(key, _Cell(kind, _scalar(key, value[0])))
-            elif kind == "mean":
+            kind = key.rpartition("/")[2]
+            if kind not in ("max", "min", "sum") and not isinstance(value, tuple):
                 raise ValueError(f"metric {key!r} is a mean: give (sum, count), or end the key in /max, /min or /sum")
+            total, count = value if isinstance(value, tuple) else (value, 1.0)
+            if kind == "max":
+                self.add_max(key, total, count)
+            elif kind == "min":
+                self.add_min(key, total, count)
+            elif kind == "sum":
+                self.add_sum(key, total)
             else:
-                self._put(key, _Cell(kind, _scalar(key, value)))
+                self.add_mean(key, total, count)
 
     def merge(self, other: MetricSums) -> None:
         """Add all of ``other``'s pieces, whatever ranks or micro-batches they come from."""
@@ -125,14 +123,12 @@ class MetricSums:
         return copy
 
     def result(self) -> dict[str, float]:
-        """One number a key. A mean whose count is 0 has no value and is left out; NaN always means bad numbers."""
-        result: dict[str, float] = {}
-        for key, cell in self.cpu()._cells.items():
-            if cell.kind != "mean":
-                result[key] = float(cell.value)
-            elif cell.count != 0:
-                result[key] = float(cell.value) / float(cell.count)
-        return result
+        """One number a key. What was taken over no element has no value and is left out: NaN means bad numbers."""
+        cells = {key: cell for key, cell in self.cpu()._cells.items() if cell.count != 0}
+        return {
+            key: float(cell.value) / float(cell.count) if cell.kind == "mean" else float(cell.value)
+            for key, cell in cells.items()
+        }
 
     def _put(self, key: str, cell: _Cell) -> None:
         old = self._cells.get(key)
@@ -202,6 +198,14 @@ def _scalar(key: str, value: Scalar) -> Scalar:
     if value.numel() != 1:
         raise ValueError(f"metric {key!r} takes scalars, got a tensor of shape {list(value.shape)}")
     return value.detach().reshape(()).to(_wide(value.device))
+
+
+def _where_any(value: Scalar, count: Scalar, otherwise: float) -> Scalar:
+    """``value``, or ``otherwise`` where ``count`` is 0; without moving a tensor."""
+    if isinstance(count, Tensor):
+        value = torch.as_tensor(value, dtype=_wide(count.device), device=count.device)
+        return torch.where(count.detach().reshape(()) > 0, value, otherwise)
+    return value if count else otherwise
 
 
 def _plus(a: Scalar, b: Scalar) -> Scalar:

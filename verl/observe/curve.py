@@ -1,0 +1,107 @@
+"""Curves of a run: metrics in, a drawing in characters or a PNG out. Knows nothing of what the numbers mean."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from verl.common.errors import MissingExtra
+from verl.observe.history import column, load_metrics
+from verl.observe.metrics import SCORE
+
+_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+"""Bits of a Braille cell from U+2800, by row and column: 4 x 2 dots a character."""
+
+
+def reward_curve_text(
+    values: Sequence[float], width: int = 72, height: int = 12, steps: Sequence[int] | None = None
+) -> str:
+    """A line chart in Braille characters: ``height`` lines of curve, the largest and smallest value at its left, the
+    first and last step under it. No line is wider than ``width`` (20 at least).
+
+    values  one a step; what isn't finite is a gap
+    steps   the steps of the values, rising; left out, 1, 2, ..
+    """
+    points = [(x, y) for x, y in zip(steps or range(1, len(values) + 1), values, strict=True) if math.isfinite(y)]
+    if not points:
+        return "(no values to draw)"
+    low, high = min(y for _, y in points), max(y for _, y in points)
+    labels = _labels(low, high, height)
+    margin = max(len(label) for label in labels)
+    columns = max(width, 20) - margin - 2
+    rows = _braille(points, columns, height)
+    lines = [f"{label:>{margin}} ┤{row}".rstrip() for label, row in zip(labels, rows, strict=True)]
+    first, last = f"step {points[0][0]}", str(points[-1][0])
+    axis = " " * margin + " └" + "─" * columns
+    return "\n".join([*lines, axis, " " * (margin + 2) + first + last.rjust(columns - len(first))])
+
+
+def reward_curve_png(metrics_path: Path, out_png: Path, keys: Sequence[str] = (SCORE,)) -> Path:
+    """Draw ``keys`` of a metrics.jsonl (or of the run folder holding it) over the steps, a panel a key, and return
+    ``out_png``. A thin line is every step's value, a thick one its running mean over a twentieth of the run.
+
+    Raises MissingExtra without matplotlib, DataError for a key that no step has.
+    """
+    rows = load_metrics(metrics_path)
+    curves = {key: column(rows, key) for key in keys}
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtra("matplotlib", "plot", "a curve as PNG") from error
+    figure = Figure(figsize=(8, 3.2 * len(curves)), layout="constrained")
+    panels = figure.subplots(len(curves), squeeze=False)[:, 0]
+    for panel, (key, (steps, values)) in zip(panels, curves.items(), strict=True):
+        panel.plot(steps, values, color="tab:blue", alpha=0.35, linewidth=0.8, marker="." if len(steps) < 30 else "")
+        panel.plot(steps, running_mean(values, max(1, len(values) // 20)), color="tab:blue", linewidth=1.8)
+        panel.set_ylabel(key)
+        panel.grid(alpha=0.3)
+    panels[-1].set_xlabel("step")
+    out_png.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out_png, dpi=150, format="png")
+    return out_png
+
+
+def running_mean(values: Sequence[float], window: int) -> list[float]:
+    """The mean of each value and the ``window - 1`` before it (fewer at the start); of what is finite among them."""
+    means = []
+    for end in range(1, len(values) + 1):
+        part = [value for value in values[max(0, end - window) : end] if math.isfinite(value)]
+        means.append(sum(part) / len(part) if part else math.nan)
+    return means
+
+
+def _labels(low: float, high: float, height: int) -> list[str]:
+    labels = [""] * height
+    labels[0] = f"{high:.4g}"
+    if height > 1 and high > low:
+        labels[-1] = f"{low:.4g}"
+    return labels
+
+
+def _braille(points: Sequence[tuple[int, float]], columns: int, height: int) -> list[str]:
+    """``height`` strings of ``columns`` characters, with a line through ``points``."""
+    dots = [[0] * columns for _ in range(height)]
+    (first, _), (last, _) = points[0], points[-1]
+    low, high = min(y for _, y in points), max(y for _, y in points)
+    wide, tall = 2 * columns - 1, 4 * height - 1
+    places = [
+        (
+            round((x - first) / max(1, last - first) * wide),
+            round((high - y) / (high - low) * tall) if high > low else 0,
+        )
+        for x, y in points
+    ]
+    for start, end in zip(places, places[1:] or places, strict=False):
+        for x, y in _line(start, end):
+            dots[y // 4][x // 2] |= _DOTS[y % 4][x % 2]
+    return ["".join(chr(0x2800 + bits) if bits else " " for bits in row) for row in dots]
+
+
+def _line(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
+    """Every dot from ``start`` to ``end``."""
+    length = max(abs(end[0] - start[0]), abs(end[1] - start[1]), 1)
+    return [
+        tuple(round(a + (b - a) * i / length) for a, b in zip(start, end, strict=True))  # type: ignore[misc]
+        for i in range(length + 1)
+    ]
