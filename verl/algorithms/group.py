@@ -57,8 +57,7 @@ def group_stats(scores: Tensor, group_id: Tensor, keep: Tensor) -> GroupStats:
     mean = _total(x, index, len(ids)) / size.clamp(min=1)
     spread, magnitude = _spread(x, index, keep, len(ids))
     is_equal = (size > 1) & (spread <= ROUNDING * magnitude)
-    is_flat = is_equal | (size < 2)
-    centred = torch.where(keep & ~is_flat[index], x - mean[index], 0.0)
+    centred = torch.where(keep & ~is_equal[index], x - mean[index], 0.0)  # of one member: x - x
     variance = _total(centred.square(), index, len(ids)) / (size - 1).clamp(min=1)
     return GroupStats(
         size=size[index],
