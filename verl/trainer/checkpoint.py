@@ -29,7 +29,7 @@ from verl.common.errors import CheckpointError, ConfigError
 log = logging.getLogger(__name__)
 
 JSON: TypeAlias = "bool | int | float | str | Sequence[JSON] | Mapping[str, JSON] | None"
-Writer: TypeAlias = Callable[[Path], None]
+Writer: TypeAlias = Callable[[Path], object]
 
 FOLDER = "checkpoints"
 POINTER = "latest"
