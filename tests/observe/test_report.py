@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -98,3 +100,9 @@ def test_no_run_there(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     with pytest.raises(DataError, match="no finished step"):
         summarise(tmp_path)
+
+
+def test_reporting_loads_no_torch() -> None:
+    program = "import sys, verl.observe.report; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ended.stdout.strip() == "[]"

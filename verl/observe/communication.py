@@ -171,10 +171,10 @@ def _tensors(value: Any) -> Iterable[Tensor]:
 
 
 def _gpu_events(trace: Mapping[str, Any]) -> Iterable[CommunicationEvent]:
-    """The NCCL kernels of a trace, which carry their collective's name, sizes and group."""
+    """The NCCL kernels of a trace, which carry their collective's name, sizes and group. A barrier's call says more."""
     for event in trace["traceEvents"]:
         args = event.get("args") or {}
-        if event.get("cat") == "kernel" and "Collective name" in args:
+        if event.get("cat") == "kernel" and args.get("Collective name", "barrier") != "barrier":
             size = _ITEM_BYTES.get(str(args.get("dtype", "")).lower())
             nelems = max(int(args.get("In msg nelems", 0)), int(args.get("Out msg nelems", 0)))
             name = str(args["Collective name"]).lstrip("_")

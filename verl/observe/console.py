@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TextIO
 
-from verl.observe.metrics import KL, SCORE, TOKENS_PER_S
+from verl.observe.keys import KL, SCORE, TOKENS_PER_S
 
 if TYPE_CHECKING:
     from rich.progress import Progress

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from verl.common.errors import MissingExtra
 from verl.observe.history import column, load_metrics
-from verl.observe.metrics import SCORE
+from verl.observe.keys import SCORE
 
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """Bits of a Braille cell from U+2800, by row and column: 4 x 2 dots a character."""

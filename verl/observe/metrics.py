@@ -21,12 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SCORE = "reward/score/mean"
-KL = "actor/kl"
-TOKENS_PER_S = "perf/tokens_per_s"
-STEP_S = "timing/step_s"
-VALIDATION = "validation/"
-"""Keys that the console, the curves and the report look for; the loop writes them under these names."""
+from verl.observe.keys import VALIDATION as VALIDATION
 
 Scalar = float | Tensor
 MetricValue = Scalar | tuple[Scalar, Scalar]

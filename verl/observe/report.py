@@ -12,7 +12,7 @@ from verl.common.errors import DataError
 from verl.observe.console import duration
 from verl.observe.curve import reward_curve_text
 from verl.observe.history import column, load_metrics
-from verl.observe.metrics import SCORE, STEP_S, TOKENS_PER_S, VALIDATION
+from verl.observe.keys import SCORE, STEP_S, TOKENS_PER_S, VALIDATION
 
 if TYPE_CHECKING:
     from rich.text import Text

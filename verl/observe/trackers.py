@@ -20,7 +20,7 @@ from verl.common.files import write_text
 from verl.common.registry import Registry
 from verl.common.section import Section
 from verl.observe.history import METRICS_FILE, JsonlTracker
-from verl.observe.metrics import VALIDATION
+from verl.observe.keys import VALIDATION
 
 _log = logging.getLogger(__name__)
 

@@ -1,0 +1,9 @@
+"""The metric keys that the console, the curves and the report look for. ``docs/metrics.md`` defines every key."""
+
+SCORE = "reward/score/mean"
+KL = "actor/kl"
+TOKENS_PER_S = "perf/tokens_per_s"
+STEP_S = "timing/step_s"
+
+VALIDATION = "validation/"
+"""What the keys of a validation begin with."""
