@@ -10,6 +10,8 @@ Shape letters: N packed tokens, H query heads, K key/value heads, D head dim, B 
 from __future__ import annotations
 
 import inspect
+from functools import cached_property
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -68,14 +70,18 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)  # without a mask entry of t
 
 
 class PackedAttention:
-    """Causal attention within each sequence of a packed row: block-diagonal, no padding, no mask tensor on CUDA.
+    """Causal attention within each sequence of a packed row: block-diagonal, no mask of [N, N].
+
+    On CUDA in half precision torch's variable-length kernel reads the packed tensors as they are. Elsewhere sequences
+    of similar length are laid side by side, padded on the right, where causal attention never looks.
 
     lengths  [B] tokens of each sequence; they sum to N
     """
 
     def __init__(self, lengths: Tensor, device: torch.device) -> None:
-        self.lengths = lengths.tolist()
+        self.lengths: list[int] = lengths.tolist()
         self.max_length = max(self.lengths, default=0)
+        self.device = device
         self.offsets = pad(lengths.cumsum(0), (1, 0)).to(device=device, dtype=torch.int32)
 
     def __call__(
@@ -90,14 +96,51 @@ class PackedAttention:
         softcap: float | None,
     ) -> Tensor:
         if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and softcap is None:
-            return varlen(
-                query, key, value, self.offsets, self.offsets, self.max_length, self.max_length, scale, window
-            )
-        parts = [x.split(self.lengths) for x in (query, key, value)]
-        rows = [
-            dense_causal(q, k, v, scale=scale, window=window, softcap=softcap) for q, k, v in zip(*parts, strict=True)
-        ]
-        return torch.cat(rows)
+            size = self.max_length
+            return varlen(query, key, value, self.offsets, self.offsets, size, size, scale, window)
+        out = torch.empty_like(query)
+        for block in self._blocks:
+            q, k, v = (block.spread(x) for x in (query, key, value))
+            out = out.index_copy(0, block.source, block.gather(dense_causal(q, k, v, scale, window, softcap)))
+        return out
+
+    @cached_property
+    def _blocks(self) -> list[_Block]:
+        """Sequences in order of length, cut where padding would more than double the work."""
+        order = sorted((i for i, n in enumerate(self.lengths) if n), key=lambda i: self.lengths[i])
+        groups: list[list[int]] = []
+        tokens = 0
+        for row in order:
+            n = self.lengths[row]
+            if groups and (len(groups[-1]) + 1) * n <= 2 * (tokens + n):
+                groups[-1].append(row)
+                tokens += n
+            else:
+                groups.append([row])
+                tokens = n
+        starts = [0, *accumulate(self.lengths)]
+        return [_Block([(starts[i], self.lengths[i]) for i in group], self.device) for group in groups]
+
+
+class _Block:
+    """Some sequences of a packed row as one right-padded tensor [G, L, ...]."""
+
+    def __init__(self, spans: list[tuple[int, int]], device: torch.device) -> None:
+        self.rows, self.width = len(spans), max(length for _, length in spans)
+        source = [start + i for start, length in spans for i in range(length)]
+        target = [g * self.width + i for g, (_, length) in enumerate(spans) for i in range(length)]
+        self.source = torch.tensor(source, device=device)
+        self.target = torch.tensor(target, device=device)
+
+    def spread(self, packed: Tensor) -> Tensor:
+        """[N, H, D] to [G, L, H, D], zeros right of each sequence."""
+        padded = packed.new_zeros(self.rows * self.width, *packed.shape[1:])
+        padded = padded.index_copy(0, self.target, packed.index_select(0, self.source))
+        return padded.view(self.rows, self.width, *packed.shape[1:])
+
+    def gather(self, padded: Tensor) -> Tensor:
+        """[G, L, H, D] to the sequences' own tokens, end to end."""
+        return padded.reshape(-1, *padded.shape[2:]).index_select(0, self.target)
 
 
 _VARLEN_HAS_GQA = False
@@ -132,22 +175,23 @@ def varlen(
 
 
 def dense_causal(
-    query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None, softcap: float | None
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None
 ) -> Tensor:
-    """One sequence through SDPA: query [N, H, D], key and value [N, K, D]; plain matmuls where a softcap forbids SDPA."""
-    n = query.shape[0]
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-    band = None
-    if window is not None and window < n:
-        distance = torch.arange(n, device=query.device)[:, None] - torch.arange(n, device=query.device)[None, :]
-        band = (distance >= 0) & (distance < window)
+    """Causal attention of sequences side by side: query [G, L, H, D], key and value [G, L, K, D].
+
+    Through SDPA, or plain matrix products where a softcap forbids it.
+    """
+    length = query.shape[1]
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    band = causal_band(length, window, query.device) if window is not None and window < length else None
     if softcap is None:
         out = scaled_dot_product_attention(
             q, k, v, attn_mask=band, is_causal=band is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
     else:
-        out = softcapped_attention(q, k, v, causal_mask(n, query.device) if band is None else band, scale, softcap)
-    return out[0].transpose(0, 1)
+        mask = causal_band(length, None, query.device) if band is None else band
+        out = softcapped_attention(q, k, v, mask, scale, softcap)
+    return out.transpose(1, 2)
 
 
 def softcapped_attention(
@@ -160,6 +204,7 @@ def softcapped_attention(
     return logits.masked_fill(~mask, float("-inf")).softmax(-1, dtype=torch.float32).to(query.dtype) @ value
 
 
-def causal_mask(size: int, device: torch.device) -> Tensor:
-    """[size, size] bool, True at and left of the diagonal."""
-    return torch.ones(size, size, dtype=torch.bool, device=device).tril()
+def causal_band(length: int, window: int | None, device: torch.device) -> Tensor:
+    """[length, length] bool: True for the token itself and the ``window`` - 1 before it (all, without a window)."""
+    mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    return mask if window is None else mask.triu(1 - window)

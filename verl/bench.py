@@ -1,0 +1,100 @@
+"""Speed and memory on synthetic work: ``verl bench step``.
+
+A real trainer on random weights and random prompts: what is timed is the product's own loop, by its own phases.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import transformers
+from omegaconf import OmegaConf
+
+import verl
+from verl.common.errors import ConfigError
+from verl.trainer.ppo_trainer import PPOTrainer
+
+_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+
+DEFAULTS = {
+    "model": {
+        "scratch": {
+            "model_type": "qwen2",
+            "vocab_size": 4096,
+            "hidden_size": 128,
+            "intermediate_size": 512,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 4096,
+            "tie_word_embeddings": True,
+        },
+        "tokenizer": f"chars:{_LETTERS}",
+    },
+    "data": {"max_prompt_tokens": 32},
+    "rollout": {"name": "native", "max_response_tokens": 64, "ignore_eos": True},
+    "trainer": {"prompts_per_step": 8, "group_size": 8},
+    "actor": {"optim": {"lr": 1e-6}},
+}
+"""A small shape that a laptop runs in seconds; overrides make it any other."""
+
+
+def measure_step(overrides: Sequence[str], steps: int) -> dict[str, Any]:
+    """Medians over ``steps`` GRPO steps, after one that isn't counted, on prompts of exactly ``data.max_prompt_tokens``.
+
+    overrides  ``key.path=value`` words over ``DEFAULTS``, such as model.scratch.hidden_size=1536
+    Returns metrics by their usual names and, under ``setting``, what was run on what.
+    """
+    if steps < 1:
+        raise ConfigError(f"--steps must be at least 1, got {steps}")
+    sections: Any = OmegaConf.to_container(OmegaConf.merge(DEFAULTS, OmegaConf.from_dotlist(list(overrides))))
+    with tempfile.TemporaryDirectory(prefix="verl-bench-") as folder:
+        sections["trainer"]["output_dir"] = folder
+        trainer = PPOTrainer(**sections | {"data": sections["data"] | {"train": _prompts(sections)}}, reward=_reward, callbacks=[])
+        rows = []
+        for _ in range(steps + 1):
+            rows.append(trainer.step())
+        trainer.close()
+    measured = rows[1:]
+    keep = [k for k in measured[0] if k.startswith(("timing/", "perf/")) or "rollout_log_prob_diff" in k]
+    result: dict[str, Any] = {name: statistics.median(row[name] for row in measured) for name in keep}
+    result["first_step_s"] = rows[0]["timing/step_s"]
+    result["setting"] = _setting(trainer, steps)
+    return result
+
+
+def step_lines(found: dict[str, Any]) -> list[str]:
+    """One aligned line a figure."""
+    flat = {**found["setting"], **{k: v for k, v in found.items() if k != "setting"}}
+    return [f"{name:<34} {value:,.4g}" if isinstance(value, float) else f"{name:<34} {value}" for name, value in flat.items()]
+
+
+def _setting(trainer: PPOTrainer, steps: int) -> dict[str, Any]:
+    device = trainer.parts.device
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads",
+        "verl": verl.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "parameters": sum(p.numel() for p in trainer.parts.actor.engine.network.module.parameters()),
+        "prompts_per_step": trainer.config.trainer.prompts_per_step,
+        "group_size": trainer.config.trainer.group_size,
+        "prompt_tokens": trainer.config.data.max_prompt_tokens,
+        "response_tokens": trainer.config.rollout.max_response_tokens,
+        "steps": steps,
+    }
+
+
+def _prompts(sections: dict[str, Any]) -> list[dict[str, str]]:
+    generator = random.Random(0)
+    length, rows = int(sections["data"]["max_prompt_tokens"]), int(sections["trainer"]["prompts_per_step"]) * 4
+    return [{"prompt": "".join(generator.choices(_LETTERS, k=length)), "ground_truth": ""} for _ in range(rows)]
+
+
+def _reward(response: str) -> float:
+    return len(response) % 7 / 7

@@ -1,0 +1,167 @@
+"""The command line: parses words, calls one function a command, prints what came of it.
+
+Heavy imports happen inside the commands, so that help is quick.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from verl import __version__
+from verl.common.errors import VerlError
+
+app = typer.Typer(
+    name="verl",
+    help="Reinforcement learning for large language models after pre-training.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+bench_app = typer.Typer(help="Measure speed and memory with synthetic work.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
+
+Model = Annotated[str, typer.Option("--model", help="Hugging Face folder or hub name.")]
+MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", help="Tokens sampled at most.")]
+Temperature = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]
+NumSamples = Annotated[int, typer.Option("--num-samples", help="Responses to each prompt.")]
+Seed = Annotated[int, typer.Option("--seed", help="Every draw follows from it.")]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
+PromptKey = Annotated[str, typer.Option("--prompt-key", help="Column that holds the prompt.")]
+
+
+@app.command()
+def train(
+    config: Annotated[str, typer.Argument(help="YAML file, or the name of a built-in recipe such as quickstart.")],
+    overrides: Annotated[Optional[list[str]], typer.Argument(help="key.path=value …, over the file.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check config and data, print the plan, train nothing.")] = False,
+) -> None:
+    """Train with the algorithm that the config names."""
+    from verl.config import load_config
+    from verl.trainer.launch import plan, train_run
+
+    run = load_config(config, overrides or [])
+    if dry_run:
+        typer.echo(plan(run))
+        return
+    raise typer.Exit(train_run(run))
+
+
+@app.command()
+def generate(
+    model: Model,
+    prompts: Annotated[Path, typer.Option("--prompts", help="jsonl file, one prompt a row.")],
+    out: Annotated[Path, typer.Option("--out", help="jsonl file to write.")],
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Temperature = 1.0,
+    num_samples: NumSamples = 1,
+    seed: Seed = 0,
+    top_k: Annotated[int, typer.Option("--top-k", help="0 keeps all tokens.")] = 0,
+    top_p: Annotated[float, typer.Option("--top-p", help="1 keeps all tokens.")] = 1.0,
+    min_p: Annotated[float, typer.Option("--min-p", help="0 keeps all tokens.")] = 0.0,
+    stop: Annotated[Optional[list[str]], typer.Option("--stop", help="String that ends a response; may be repeated.")] = None,
+    prompt_key: PromptKey = "prompt",
+    device: Device = "auto",
+) -> None:
+    """Sample responses to a file of prompts."""
+    from verl.rollout.base import SamplingParams
+    from verl.trainer.inference import generate_file, load_sampler
+
+    sampling = SamplingParams(
+        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, stop=tuple(stop or ())
+    )
+    sampler = load_sampler(model, device=device, seed=seed)
+    rows = generate_file(sampler, prompts, out, sampling, num_samples=num_samples, seed=seed, prompt_key=prompt_key)
+    typer.echo(f"{rows} responses written to {out}")
+
+
+@app.command(name="eval")
+def evaluate(
+    model: Model,
+    data: Annotated[str, typer.Option("--data", help="Data set: file, folder, hub name or gym:task.")],
+    reward: Annotated[str, typer.Option("--reward", help="Reward by name, or file.py:function.")],
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Temperature = 0.0,
+    num_samples: NumSamples = 1,
+    seed: Seed = 0,
+    prompt_key: PromptKey = "prompt",
+    ground_truth_key: Annotated[str, typer.Option("--ground-truth-key", help="Column that holds the answer.")] = "ground_truth",
+    max_rows: Annotated[Optional[int], typer.Option("--max-rows", help="Rows to use; default all.")] = None,
+    system_prompt: Annotated[Optional[str], typer.Option("--system-prompt", help="System message before each prompt.")] = None,
+    passing: Annotated[float, typer.Option("--passing", help="Least score that counts as solved.")] = 1.0,
+    out: Annotated[Optional[Path], typer.Option("--out", help="jsonl file for the scored responses.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the metrics as JSON.")] = False,
+    device: Device = "auto",
+) -> None:
+    """Accuracy and pass@k of a model on a data set."""
+    from verl.rollout.base import SamplingParams
+    from verl.trainer.callbacks import write_rows
+    from verl.trainer.inference import data_config, evaluate_model, load_sampler, summary_lines
+
+    sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature)
+    sampler = load_sampler(model, device=device, seed=seed)
+    keys = {"max_train_rows": max_rows, "system_prompt": system_prompt}
+    source = data_config(sampler, data, sampling, prompt_key, ground_truth_key, **keys)
+    found = evaluate_model(sampler, source, reward, sampling, num_samples=num_samples, seed=seed, passing=passing)
+    if out is not None:
+        write_rows(out, found.rows)
+    typer.echo(json.dumps(found.metrics) if as_json else "\n".join(summary_lines(found)))
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="Run directory, checkpoint folder or model folder.")],
+    target: Annotated[Path, typer.Argument(help="Folder to make.")],
+    dtype: Annotated[Optional[str], typer.Option("--dtype", help="float32, bfloat16 or float16; default as saved.")] = None,
+) -> None:
+    """Write a folder that plain transformers loads."""
+    from verl.trainer.export import export_checkpoint
+
+    typer.echo(f"exported to {export_checkpoint(checkpoint, target, dtype)}")
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="Run directory.")],
+) -> None:
+    """Summary of a run: rewards, speed, the reward curve, three samples."""
+    from verl.observe.report import print_report
+
+    print_report(run)
+
+
+@bench_app.command(name="step")
+def bench_step(
+    overrides: Annotated[Optional[list[str]], typer.Argument(help="key.path=value …, over the bench's defaults.")] = None,
+    steps: Annotated[int, typer.Option("--steps", help="Steps measured, after one that isn't.")] = 2,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """A synthetic GRPO step on random weights: tokens/s, MFU, seconds by phase, peak memory."""
+    from verl.bench import measure_step, step_lines
+
+    found = measure_step(overrides or [], steps)
+    typer.echo(json.dumps(found) if as_json else "\n".join(step_lines(found)))
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    """Reinforcement learning for large language models after pre-training."""
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+def main() -> None:
+    """Entry of the ``verl`` command: a known error is one message and exit code 1, not a traceback."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("verl").setLevel(logging.INFO)
+    try:
+        app()
+    except VerlError as error:
+        typer.secho(f"error: {error}", fg="red", err=True)
+        sys.exit(1)

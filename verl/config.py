@@ -1,0 +1,93 @@
+"""A run's sections from a file, a recipe's name and the command line.
+
+YAML gives the text, the declared fields give the types. Later words win over earlier ones, but a key that is given
+twice in one place is an error. Nothing is filled in silently: the effective config is saved with the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from verl.common.errors import ConfigError, UnknownName
+from verl.trainer.sections import OnPolicyRun, build_run
+
+
+def load_config(source: str | Path, overrides: Sequence[str] = ()) -> OnPolicyRun:
+    """The run that ``source`` (a YAML file or a recipe's name) and ``key.path=value`` words describe.
+
+    Raises ConfigError with every problem found: unknown, misplaced, missing or repeated keys, wrong types,
+    sizes that can't be together.
+    """
+    return build_run(OnPolicyRun, read_sections(source, overrides))
+
+
+def read_sections(source: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The plain nested mapping, before it is validated."""
+    text, origin = _read(source)
+    try:
+        loaded = OmegaConf.create(text)
+    except (YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{origin} is no valid YAML: {error}") from error
+    if not isinstance(loaded, DictConfig):
+        raise ConfigError(f"{origin} must hold sections (model:, data:, …), got {type(loaded).__name__}")
+    merged = OmegaConf.merge(loaded, _overrides(overrides))
+    try:
+        plain: Any = OmegaConf.to_container(merged, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{origin}: {error}") from error
+    return {str(name): value if value is not None else {} for name, value in plain.items()}
+
+
+def recipes() -> dict[str, Path]:
+    """Built-in recipes by name."""
+    return {Path(str(f)).stem: Path(str(f)) for f in files("verl").joinpath("recipes").iterdir() if str(f).endswith(".yaml")}
+
+
+def save_config(config: OnPolicyRun, path: Path) -> None:
+    """Write the effective config, defaults included, as YAML that ``load_config`` reads back."""
+    from verl.common.files import write_text
+
+    write_text(path, OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json"))))
+
+
+def _read(source: str | Path) -> tuple[str, str]:
+    path = Path(source)
+    if not path.suffix and not path.exists():
+        known = recipes()
+        if str(source) not in known:
+            raise UnknownName("recipe (or config file)", str(source), known)
+        path = known[str(source)]
+    try:
+        return path.read_text(encoding="utf-8"), str(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {str(path)!r} can't be read: {error}") from error
+
+
+def _overrides(words: Sequence[str]) -> DictConfig:
+    seen: dict[str, str] = {}
+    for word in words:
+        key, equals, _ = word.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"{word!r} is no override: write key.path=value, such as actor.optim.lr=1e-6")
+        if key in seen:
+            raise ConfigError(f"key {key!r} is given twice: {seen[key]!r} and {word!r}")
+        clash = next((k for k in seen if k.startswith(key + ".") or key.startswith(k + ".")), None)
+        if clash is not None:
+            raise ConfigError(f"keys {clash!r} and {key!r} overlap: {seen[clash]!r} and {word!r}")
+        seen[key] = word
+    try:
+        return OmegaConf.from_dotlist(list(words))
+    except (YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"an override can't be read: {error}") from error
+
+
+def section_names() -> Mapping[str, str]:
+    """Sections of a run and what each is for."""
+    return {name: field.description or "" for name, field in OnPolicyRun.model_fields.items()}

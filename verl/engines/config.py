@@ -1,0 +1,61 @@
+"""Keys of a trained role: optimizer, micro-batches, memory."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from pydantic import Field
+
+from verl.common.section import Section
+
+
+class OptimConfig(Section):
+    """AdamW with warm-up and a schedule over trainer steps."""
+
+    lr: float = Field(1e-6, ge=0)
+    """Peak learning rate."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay (Loshchilov & Hutter 2019)."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay of the gradient's running mean."""
+    beta2: float = Field(0.999, ge=0, lt=1)
+    """Decay of the squared gradient's running mean."""
+    max_grad_norm: float | None = Field(1.0, gt=0)
+    """Gradients are scaled down to this global 2-norm; null: never."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps over which the rate rises linearly from lr / warmup_steps."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the rate goes from its peak after the warm-up to `min_lr_frac` of it at the last step."""
+    min_lr_frac: float = Field(0.0, ge=0, le=1)
+    """Rate at the last step, as a fraction of `lr`; for linear and cosine."""
+
+    def lr_at(self, step: int, total_steps: int) -> float:
+        """Learning rate of ``step`` (1-based) in a run of ``total_steps``."""
+        if step <= self.warmup_steps:
+            return self.lr * step / self.warmup_steps
+        if self.schedule == "constant":
+            return self.lr
+        progress = min(1.0, (step - self.warmup_steps) / max(1, total_steps - self.warmup_steps))
+        fall = progress if self.schedule == "linear" else (1 - math.cos(math.pi * progress)) / 2
+        return self.lr * (1 - (1 - self.min_lr_frac) * fall)
+
+
+class EngineConfig(Section):
+    """How a role's forward and backward passes run."""
+
+    max_tokens_per_micro_batch: int = Field(16384, ge=1)
+    """Packed tokens (prompt and response) of one forward pass. Changes memory and speed, never results."""
+    gradient_checkpointing: bool = False
+    """Keep only layer inputs for the backward pass and compute the rest again: less memory, a third more compute."""
+
+
+class TrainedConfig(EngineConfig):
+    """A role that learns."""
+
+    optim: OptimConfig = OptimConfig()
+    """The optimizer."""
+    epochs_per_step: int = Field(1, ge=1)
+    """Passes over each step's responses."""
+    mini_batches_per_epoch: int = Field(1, ge=1)
+    """Optimizer updates in a pass; the responses are split evenly."""

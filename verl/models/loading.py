@@ -1,0 +1,140 @@
+"""A model and its tokenizer, from a folder, a hub name, a description to start from scratch, or given objects."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import model_validator
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from typing_extensions import Self
+
+from verl.common.errors import ConfigError, DataError
+from verl.common.section import Section
+
+log = logging.getLogger(__name__)
+
+
+class ModelConfig(Section):
+    """The policy's starting point."""
+
+    path: str | None = None
+    """Hugging Face folder or hub name of a causal language model."""
+    scratch: dict[str, Any] | None = None
+    """Instead of `path`: a transformers configuration (`model_type`, `hidden_size`, …) to initialise at random."""
+    tokenizer: str | None = None
+    """Folder or hub name of the tokenizer, or `chars:` and the characters of a character-level one. Default: `path`."""
+    amp_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of weights and activations in compute; masters and moments are float32. auto: bfloat16 on CUDA, else float32."""
+    trust_remote_code: bool = False
+    """Allow the model folder to run its own Python code."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.path is None) == (self.scratch is None):
+            raise ValueError("give exactly one of model.path and model.scratch")
+        if self.scratch is not None and self.tokenizer is None:
+            raise ValueError("model.scratch needs model.tokenizer: a folder, or 'chars:' and the characters to know")
+        if self.scratch is not None and "model_type" not in self.scratch:
+            raise ValueError("model.scratch needs the key model_type, such as llama or qwen2")
+        return self
+
+
+def compute_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The torch type that ``model.amp_dtype`` stands for on ``device``."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name == "bfloat16" and device.type == "cpu":
+        log.warning("model.amp_dtype=bfloat16 on a CPU is many times slower than float32 on most processors")
+    return torch.bfloat16 if name == "bfloat16" else torch.float32
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """Raises DataError naming the folder and the key when there is no tokenizer in it."""
+    source = config.tokenizer or config.path
+    assert source is not None
+    if source.startswith("chars:"):
+        return character_tokenizer(source.removeprefix("chars:"))
+    key = "model.tokenizer" if config.tokenizer else "model.path"
+    _must_exist(source, key)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            source, trust_remote_code=config.trust_remote_code
+        )
+    except Exception as error:  # transformers raises many kinds; all mean that there is no usable tokenizer
+        raise DataError(f"{key}={source!r} holds no tokenizer that loads: {error}. Set model.tokenizer") from error
+    if tokenizer.eos_token_id is None:
+        raise DataError(f"the tokenizer of {key}={source!r} has no end-of-sequence token, so no response could end")
+    return tokenizer
+
+
+def load_model(
+    config: ModelConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device, dtype: torch.dtype
+) -> PreTrainedModel:
+    """A causal language model on ``device`` in ``dtype``. Scratch models draw their weights from torch's generator.
+
+    Raises ConfigError for a wrong description, DataError for a folder that isn't there or doesn't load.
+    """
+    if config.scratch is not None:
+        return _scratch_model(config.scratch, tokenizer, dtype).to(device)
+    assert config.path is not None
+    _must_exist(config.path, "model.path")
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            config.path, dtype=dtype, trust_remote_code=config.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"model.path={config.path!r} doesn't load as a causal language model: {error}") from error
+    return model.to(device)
+
+
+def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every id that ends a response: the tokenizer's, the configuration's and the generation configuration's.
+
+    These are facts of the model's vocabulary; nothing else of generation_config.json is used.
+    """
+    ids: set[int] = set()
+    for found in (tokenizer.eos_token_id, model.config.eos_token_id, model.generation_config.eos_token_id):
+        ids.update(found if isinstance(found, list | tuple) else [] if found is None else [found])
+    return tuple(sorted(ids))
+
+
+def character_tokenizer(characters: str) -> PreTrainedTokenizerBase:
+    """One token a character, besides ``<pad>``=0 and ``<eos>``=1."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    if len(set(characters)) != len(characters) or not characters:
+        raise ConfigError(f"model.tokenizer='chars:…' needs distinct characters, got {characters!r}")
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", *characters])}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    inner.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>")
+
+
+def _scratch_model(
+    description: dict[str, Any], tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype
+) -> PreTrainedModel:
+    keys = {
+        "vocab_size": len(tokenizer),
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        **description,
+    }
+    kind = keys.pop("model_type")
+    try:
+        config = AutoConfig.for_model(kind, **keys)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(f"model.scratch doesn't describe a {kind!r} model: {error}") from error
+    return model
+
+
+def _must_exist(source: str, key: str) -> None:
+    looks_local = source.startswith((".", "/", "~")) or Path(source).exists()
+    if looks_local and not Path(source).expanduser().is_dir():
+        raise DataError(f"{key}={source!r} is no folder")

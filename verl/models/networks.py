@@ -1,0 +1,122 @@
+"""What a training engine runs: packed rows in, one number for each response token out.
+
+``PolicyNetwork`` gives log-probs and entropy, ``ValueNetwork`` values. Both are thin over ``CausalLM``; the [tokens,
+vocab] matrix never exists as a whole, since log-probs and entropy are computed in chunks that the backward pass
+makes again.
+
+Shape letters: N packed tokens, M response tokens of all rows, C hidden, V vocab.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from verl.models.attention import Attention
+from verl.models.causal_lm import CausalLM
+
+CHUNK_ELEMENTS = 2**27
+"""Logits that may exist at once (float32, so 512 MiB): bounds the loss's memory whatever the vocabulary."""
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Prompt + response rows laid end to end.
+
+    input_ids     [N] int64
+    position_ids  [N] int64, from 0 in each row
+    attention     the object every layer calls
+    predict_at    [M] int64: the packed position whose hidden state predicts each response token
+    targets       [M] int64: the response tokens
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    attention: Attention
+    predict_at: Tensor
+    targets: Tensor
+
+
+class Network(Protocol):
+    """A module and how to run it on packed rows."""
+
+    module: nn.Module
+
+    def __call__(self, rows: PackedRows, entropy: bool = False) -> dict[str, Tensor]:
+        """Named outputs, each [M] float32."""
+        ...
+
+
+class PolicyNetwork:
+    """Log-probs of the response tokens under the tempered distribution that the sampler draws from.
+
+    temperature  divides the logits, as in rollout
+    """
+
+    def __init__(self, lm: CausalLM, temperature: float = 1.0) -> None:
+        self.lm, self.temperature = lm, temperature
+        self.module: nn.Module = lm.module
+
+    def __call__(self, rows: PackedRows, entropy: bool = False) -> dict[str, Tensor]:
+        hidden = self.lm.hidden(rows.input_ids, rows.position_ids, rows.attention)[rows.predict_at]
+        log_probs, entropies = log_probs_and_entropy(self.lm, hidden, rows.targets, self.temperature, entropy)
+        return {"log_probs": log_probs, "entropy": entropies}
+
+
+class ValueNetwork:
+    """A backbone with a scalar head: the expected return before each response token is sampled."""
+
+    def __init__(self, module: PreTrainedModel) -> None:
+        self.lm = CausalLM(module)
+        self.module = ValueModule(self.lm.backbone, module.config.get_text_config().hidden_size)
+
+    def __call__(self, rows: PackedRows, entropy: bool = False) -> dict[str, Tensor]:
+        hidden = self.lm.hidden(rows.input_ids, rows.position_ids, rows.attention)[rows.predict_at]
+        return {"values": self.module.value_head(hidden)[:, 0].float()}
+
+
+class ValueModule(nn.Module):
+    """Holds the parameters of a value network; the head starts at zero, so values do."""
+
+    def __init__(self, backbone: nn.Module, hidden_size: int) -> None:
+        super().__init__()
+        self.backbone = backbone
+        like = next(backbone.parameters())
+        self.value_head = nn.Linear(hidden_size, 1, dtype=like.dtype, device=like.device)
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+
+
+def log_probs_and_entropy(
+    lm: CausalLM, hidden: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """hidden [M, C], targets [M]; returns log-probs [M] and entropies [M] in nats, float32.
+
+    Entropies carry a gradient only with ``entropy_gradient``. At most ``CHUNK_ELEMENTS`` logits exist at a time.
+    """
+
+    def chunk(states: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        logits = lm.logits(states) / temperature if temperature != 1.0 else lm.logits(states)
+        total = logits.logsumexp(-1)
+        log_probs = logits.gather(-1, wanted[:, None])[:, 0] - total
+        inner = logits if entropy_gradient else logits.detach()
+        entropy = total - (inner.softmax(-1) * inner).sum(-1)
+        return log_probs, entropy if entropy_gradient else entropy.detach()
+
+    size = max(1, CHUNK_ELEMENTS // lm.vocab_size)
+    pieces = []
+    for states, wanted in zip(hidden.split(size), targets.split(size), strict=True):
+        if torch.is_grad_enabled():
+            pieces.append(checkpoint(chunk, states, wanted, use_reentrant=False))
+        else:
+            pieces.append(chunk(states, wanted))
+    if not pieces:
+        empty = hidden.new_zeros(0, dtype=torch.float32)
+        return empty + 0 * hidden.sum(), empty
+    log_probs, entropies = zip(*pieces, strict=True)
+    return torch.cat(log_probs), torch.cat(entropies)

@@ -1,0 +1,160 @@
+"""What happens around the loop: validation, samples on disk, trackers, checkpoints, traces.
+
+Each callback does one of them; their order matters only in that metrics are logged after they are complete and
+saved state comes last.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from verl.batch import Batch
+from verl.observe.metrics import VALIDATION
+from verl.observe.trackers import TrackedRun, Trackers, open_trackers
+from verl.trainer.resume import save
+from verl.trainer.validation import evaluate, rollout_rows
+from verl.workers.rollout import Rollout
+
+if TYPE_CHECKING:
+    from verl.trainer.ppo_trainer import PPOTrainer
+
+log = logging.getLogger(__name__)
+
+
+class Callback(Protocol):
+    """Called by the trainer at the start, after each step and at the end (also an interrupted one)."""
+
+    def on_start(self, trainer: PPOTrainer) -> None:
+        """Before the first step of a ``run`` call."""
+        ...
+
+    def on_step(self, trainer: PPOTrainer, batch: Batch, metrics: dict[str, float]) -> None:
+        """After a step; may add to ``metrics``."""
+        ...
+
+    def on_end(self, trainer: PPOTrainer) -> None:
+        """When the ``run`` call ends, however it ends."""
+        ...
+
+
+def default_callbacks(trainer: PPOTrainer) -> list[Callback]:
+    """What the config asks for, in order."""
+    return [Validate(), WriteRollouts(), Track(), Checkpoint()]
+
+
+class Validate:
+    """Scores ``data.val`` at the start, on a schedule and at the end."""
+
+    def __init__(self) -> None:
+        self.at: int | None = None
+
+    def on_start(self, trainer: PPOTrainer) -> None:
+        if trainer.config.validation.at_start and trainer.steps_done == 0:
+            trainer.metrics = self._validate(trainer)
+
+    def on_step(self, trainer: PPOTrainer, batch: Batch, metrics: dict[str, float]) -> None:
+        every = trainer.config.validation.every
+        is_last = trainer.steps_done >= trainer.total_steps
+        if is_last or (every is not None and trainer.steps_done % every == 0):
+            metrics.update(self._validate(trainer))
+
+    def on_end(self, trainer: PPOTrainer) -> None:
+        pass
+
+    def _validate(self, trainer: PPOTrainer) -> dict[str, float]:
+        parts, config = trainer.parts, trainer.config
+        if parts.val is None:
+            return {}
+        sampling = config.rollout.sampling(temperature=config.validation.temperature)
+        rollout = Rollout(parts.rollout.engine, parts.tokenizer, sampling, config.validation.samples_per_prompt)
+        rows = config.trainer.prompts_per_step * config.trainer.group_size
+        found = evaluate(
+            parts.val, rollout, parts.rewards, batch_rows=rows, seed=config.trainer.seed, passing=1.0
+        )
+        write_rows(_run_file(trainer, "validation"), found.rows)
+        return {f"{VALIDATION}{name}": value for name, value in found.metrics.items()}
+
+
+class WriteRollouts:
+    """Samples of a step with scores and log-probs, as ``rollouts/step_000001.jsonl``."""
+
+    def on_start(self, trainer: PPOTrainer) -> None:
+        pass
+
+    def on_step(self, trainer: PPOTrainer, batch: Batch, metrics: dict[str, float]) -> None:
+        every = trainer.config.trainer.save_rollouts_every
+        if every is not None and trainer.steps_done % every == 0:
+            write_rows(_run_file(trainer, "rollouts"), rollout_rows(batch, step=trainer.steps_done))
+
+    def on_end(self, trainer: PPOTrainer) -> None:
+        pass
+
+
+class Track:
+    """Every step to metrics.jsonl and, as they want it, to the chosen trackers."""
+
+    def __init__(self) -> None:
+        self.trackers: Trackers | None = None
+
+    def on_start(self, trainer: PPOTrainer) -> None:
+        self.trackers = open_trackers(
+            TrackedRun(
+                folder=trainer.config.trainer.output_dir,
+                total_steps=trainer.total_steps,
+                track=trainer.config.track,
+                resumed_step=trainer.steps_done or None,
+                config=trainer.config.model_dump(mode="json"),
+            )
+        )
+        if trainer.metrics and trainer.steps_done == 0:
+            self.trackers.log(0, trainer.metrics)
+
+    def on_step(self, trainer: PPOTrainer, batch: Batch, metrics: dict[str, float]) -> None:
+        assert self.trackers is not None
+        self.trackers.log(trainer.steps_done, metrics)
+
+    def on_end(self, trainer: PPOTrainer) -> None:
+        if self.trackers is not None:
+            self.trackers.close()
+        self.trackers = None
+
+
+class Checkpoint:
+    """Saves on a schedule and whenever a run ends at a step that isn't saved yet."""
+
+    def __init__(self) -> None:
+        self.saved: int | None = None
+
+    def on_start(self, trainer: PPOTrainer) -> None:
+        self.saved = trainer.steps_done
+
+    def on_step(self, trainer: PPOTrainer, batch: Batch, metrics: dict[str, float]) -> None:
+        every = trainer.config.trainer.save_every
+        if every is not None and trainer.steps_done % every == 0:
+            self._save(trainer)
+
+    def on_end(self, trainer: PPOTrainer) -> None:
+        if trainer.steps_done != self.saved:
+            self._save(trainer)
+
+    def _save(self, trainer: PPOTrainer) -> None:
+        save(trainer)
+        self.saved = trainer.steps_done
+
+
+def write_rows(path: Path, rows: list[dict[str, object]]) -> None:
+    """Write JSON lines; a full disk costs the samples, not the run."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+    except OSError as error:
+        log.warning("samples were not written to %s: %s", path, error)
+
+
+def _run_file(trainer: PPOTrainer, kind: str) -> Path:
+    return trainer.config.trainer.output_dir / kind / f"step_{trainer.steps_done:06d}.jsonl"

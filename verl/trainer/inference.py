@@ -1,0 +1,137 @@
+"""Generation and scoring with a model folder, outside a training run: ``verl generate`` and ``verl eval``.
+
+The same data path, rollout engine, rewards and validation as in training, without the loop.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from verl.common.errors import ConfigError
+from verl.common.files import write_text
+from verl.common.seeding import derive_seed, seed_everything
+from verl.data.config import DataConfig
+from verl.data.prompts import load_prompts
+from verl.models.causal_lm import CausalLM
+from verl.models.loading import ModelConfig, compute_dtype, eos_token_ids, load_model, load_tokenizer
+from verl.rewards.config import RewardConfig
+from verl.rewards.runner import RewardRunner
+from verl.rollout import ROLLOUT_ENGINES
+from verl.rollout.base import Request, RolloutEngine, SamplingParams
+from verl.trainer.assembly import pick_device, reward_keys
+from verl.trainer.validation import FINISH_NAMES, Evaluation, evaluate
+from verl.workers.rollout import Rollout
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """A loaded model ready to generate."""
+
+    engine: RolloutEngine
+    tokenizer: PreTrainedTokenizerBase
+    max_positions: int | None
+
+
+def load_sampler(
+    model: str, *, engine: str = "native", device: str = "auto", amp_dtype: str = "auto", seed: int = 0
+) -> Sampler:
+    """The model folder ``model`` behind a rollout engine with that engine's defaults."""
+    config = ModelConfig(path=model, amp_dtype=amp_dtype)  # type: ignore[arg-type]  # validated by the section
+    where = pick_device(device)
+    seed_everything(seed)
+    tokenizer = load_tokenizer(config)
+    module = load_model(config, tokenizer, where, compute_dtype(config.amp_dtype, where))
+    build = ROLLOUT_ENGINES.load(engine)
+    rollout = build(CausalLM(module), tokenizer, build.Config(name=engine), eos_token_ids(module, tokenizer))
+    return Sampler(rollout, tokenizer, getattr(module.config.get_text_config(), "max_position_embeddings", None))
+
+
+def generate_file(
+    sampler: Sampler, prompts: Path, out: Path, sampling: SamplingParams, *, num_samples: int, seed: int, prompt_key: str
+) -> int:
+    """Sample ``num_samples`` responses to each row of ``prompts`` and write them to ``out``, whole or not at all.
+
+    Rows hold row_id, sample, prompt_ids, response_ids, log_probs, finish_reason, text. Returns how many.
+    """
+    _at_least_one("num_samples", num_samples)
+    dataset = load_prompts(str(prompts), data_config(sampler, str(prompts), sampling, prompt_key, None), sampler.tokenizer)
+    requests = [
+        Request(prompt_ids=row.prompt_ids, seed=derive_seed(seed, "generate", row.row_id, k), sampling=sampling)
+        for row in dataset
+        for k in range(num_samples)
+    ]
+    responses = sampler.engine.generate(requests)
+    texts = sampler.tokenizer.batch_decode([r.response_ids for r in responses], skip_special_tokens=True)
+    lines = []
+    for i, (response, text) in enumerate(zip(responses, texts, strict=True)):
+        row = dataset[i // num_samples]
+        record = {
+            "row_id": row.row_id,
+            "sample": i % num_samples,
+            "prompt_ids": list(row.prompt_ids),
+            "response_ids": response.response_ids,
+            "log_probs": response.log_probs,
+            "finish_reason": FINISH_NAMES[response.finish_reason],
+            "text": text,
+        }
+        lines.append(json.dumps(record, ensure_ascii=False) + "\n")
+    write_text(out, "".join(lines))
+    return len(lines)
+
+
+def evaluate_model(
+    sampler: Sampler,
+    data: DataConfig,
+    reward: str | Mapping[str, Any],
+    sampling: SamplingParams,
+    *,
+    num_samples: int,
+    seed: int,
+    passing: float,
+    batch_rows: int = 256,
+) -> Evaluation:
+    """Accuracy and pass@k of the sampler's model on ``data.train``."""
+    _at_least_one("num_samples", num_samples)
+    dataset = load_prompts(data.train, data, sampler.tokenizer, max_rows=data.max_train_rows)
+    config = RewardConfig(**(reward if isinstance(reward, Mapping) else reward_keys(reward)))
+    rollout = Rollout(sampler.engine, sampler.tokenizer, sampling, num_samples)
+    with RewardRunner(config, config) as rewards:
+        return evaluate(dataset, rollout, rewards, batch_rows=batch_rows, seed=seed, passing=passing)
+
+
+def data_config(
+    sampler: Sampler, source: str, sampling: SamplingParams, prompt_key: str, ground_truth_key: str | None, **keys: Any
+) -> DataConfig:
+    """Prompts as long as the model's positions allow beside the response; a longer one is an error that names it."""
+    room = (sampler.max_positions or 2**20) - sampling.max_new_tokens
+    if room < 1:
+        raise ConfigError(
+            f"max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt: the model has "
+            f"{sampler.max_positions} positions"
+        )
+    return DataConfig(
+        train=source,
+        prompt_key=prompt_key,
+        ground_truth_key=ground_truth_key,
+        max_prompt_tokens=room,
+        overlong_prompts="error",
+        shuffle=False,
+        **keys,
+    )
+
+
+def summary_lines(evaluation: Evaluation) -> Sequence[str]:
+    """One line a metric, widest keys first aligned."""
+    width = max(len(name) for name in evaluation.metrics)
+    return [f"{name:<{width}}  {value:.6g}" for name, value in evaluation.metrics.items()]
+
+
+def _at_least_one(name: str, value: int) -> None:
+    if value < 1:
+        raise ConfigError(f"{name} must be at least 1, got {value}")

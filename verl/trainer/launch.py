@@ -1,0 +1,62 @@
+"""One run from its validated config: the plan, the training, the summary. What ``verl train`` does."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from verl.models.loading import load_tokenizer
+from verl.observe.report import print_report
+from verl.trainer.assembly import Given, load_data
+from verl.trainer.ppo_trainer import PPOTrainer
+from verl.trainer.sections import OnPolicyRun
+
+log = logging.getLogger(__name__)
+
+
+def plan(config: OnPolicyRun) -> str:
+    """The effective config as YAML and, below it, what it comes to. Loads tokenizer and data, no model."""
+    tokenizer = load_tokenizer(config.model)
+    train, val = load_data(config, Given(), tokenizer)
+    trainer = config.trainer
+    steps = trainer.total_steps or -(-len(train) * (trainer.epochs or 1) // trainer.prompts_per_step)
+    lines = [
+        f"train: {train.report.summary()}",
+        f"steps: {steps} of {trainer.prompts_per_step} prompts × {trainer.group_size} responses",
+        f"output: {trainer.output_dir}",
+    ]
+    if val is not None:
+        lines.insert(1, f"val: {val.report.summary()}")
+    return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json"))) + "\n".join(f"# {line}" for line in lines)
+
+
+def train_run(config: OnPolicyRun) -> int:
+    """Train and print the summary. Returns the exit code: 0, or 128 + signal after an interrupt."""
+    folder = config.trainer.output_dir
+    with _log_file(folder):
+        trainer = PPOTrainer.from_config(config)
+        try:
+            result = trainer.run()
+        finally:
+            trainer.close()
+    print_report(folder)
+    return result.exit_code
+
+
+class _log_file:  # noqa: N801  # used as a context manager
+    """Copies this library's log lines to ``logs/run.log`` of the run."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "logs" / "run.log"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.handler = logging.FileHandler(path, encoding="utf-8")
+        self.handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+
+    def __enter__(self) -> None:
+        logging.getLogger("verl").addHandler(self.handler)
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("verl").removeHandler(self.handler)
+        self.handler.close()

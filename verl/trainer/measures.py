@@ -1,0 +1,46 @@
+"""Numbers that every step reports about itself: lengths, truncation, throughput, memory."""
+
+from __future__ import annotations
+
+import torch
+
+from verl.batch import Batch, FinishReason
+from verl.observe.flops import ModelShape, mfu, training_flops
+from verl.observe.memory import peak_memory_bytes
+
+
+def describe_responses(batch: Batch) -> dict[str, float]:
+    """Lengths of prompts and responses in tokens and how responses ended."""
+    response, prompt = batch.lengths("response_ids").float(), batch.lengths("prompt_ids").float()
+    finish = batch["finish_reason"]
+    return {
+        "rollout/response_len/mean": float(response.mean()),
+        "rollout/response_len/max": float(response.max()),
+        "rollout/response_len/min": float(response.min()),
+        "rollout/prompt_len/mean": float(prompt.mean()),
+        "rollout/prompt_len/max": float(prompt.max()),
+        "rollout/truncated_frac": float((finish == FinishReason.LENGTH).float().mean()),
+        "rollout/aborted_frac": float((finish == FinishReason.ABORT).float().mean()),
+    }
+
+
+def throughput(
+    batch: Batch, timings: dict[str, float], shape: ModelShape, passes: int, device: torch.device
+) -> dict[str, float]:
+    """Tokens a second of the step and of its phases, model FLOP utilisation where the device's peak is known.
+
+    timings  `timing/<phase>_s`, with generate, update_actor and step among them
+    passes   times the actor trained on each token
+    """
+    new = int(batch.lengths("response_ids").sum())
+    rows = (batch.lengths("prompt_ids") + batch.lengths("response_ids")).tolist()
+    measured = {
+        "perf/tokens": float(sum(rows)),
+        "perf/tokens_per_s": sum(rows) / timings["timing/step_s"],
+        "perf/rollout_tokens_per_s": new / timings["timing/generate_s"],
+        "perf/train_tokens_per_s": passes * sum(rows) / timings["timing/update_actor_s"],
+        "perf/peak_memory_bytes": float(peak_memory_bytes(device)),
+    }
+    flops = passes * training_flops(shape, rows)
+    utilisation = mfu(flops, timings["timing/update_actor_s"], device)
+    return measured if utilisation is None else measured | {"perf/actor_mfu": utilisation}

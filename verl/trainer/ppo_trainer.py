@@ -1,0 +1,169 @@
+"""The on-policy loop: sample, score, infer, credit, learn, publish. PPO and GRPO differ only in what they declare.
+
+``PPOTrainer.step`` is the algorithm; everything else here starts it, resumes it or ends it. Logging, validation,
+saving and profiling are callbacks outside the loop.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.batch import Batch
+from verl.common.errors import ConfigError, RunIncomplete
+from verl.observe.metrics import PhaseTimer
+from verl.trainer.assembly import Given, Parts, assemble, sections_of
+from verl.trainer.callbacks import Callback, default_callbacks
+from verl.trainer.interrupts import Interrupted, Interrupts
+from verl.trainer.measures import describe_responses, throughput
+from verl.trainer.resume import refuse_existing, restore
+from verl.trainer.scoring import score
+from verl.trainer.sections import OnPolicyRun
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class RunResult:
+    """How a run ended: steps made in all, metrics of the last one, the signal's exit code if it was interrupted."""
+
+    steps: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    exit_code: int = 0
+
+
+class PPOTrainer:
+    """Trains a causal language model with PPO, GRPO and their family.
+
+    model      folder or hub name, a transformers module, or the keys of the ``model`` section
+    data       file, folder, list of mappings, ``datasets.Dataset``, or the keys of the ``data`` section
+    reward     registry name, ``file.py:function``, a function ``(prompt, response, ground_truth, **row) -> float``,
+               a ``RewardModel``, or the keys of the ``reward`` section
+    tokenizer  a tokenizer or where to load it from; default: beside the model
+    val        held-out prompts, as ``data``
+    algorithm  name or keys of the ``algorithm`` section
+    sections   rollout, actor, critic, reference, validation, trainer, profile: keys as in a YAML config
+
+    Raises ConfigError or DataError for anything wrong before a model is loaded, where it can be known by then.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        data: Any,
+        reward: Any,
+        *,
+        tokenizer: Any = None,
+        val: Any = None,
+        algorithm: str | Mapping[str, Any] = "grpo",
+        callbacks: list[Callback] | None = None,
+        **sections: Any,
+    ) -> None:
+        config, given = sections_of(
+            model=model, data=data, reward=reward, tokenizer=tokenizer, val=val, algorithm=algorithm, **sections
+        )
+        self._set_up(config, given, callbacks)
+
+    @classmethod
+    def from_config(cls, config: OnPolicyRun, callbacks: list[Callback] | None = None) -> PPOTrainer:
+        """The trainer of an already validated config."""
+        trainer = cls.__new__(cls)
+        trainer._set_up(config, Given(), callbacks)
+        return trainer
+
+    def _set_up(self, config: OnPolicyRun, given: Given, callbacks: list[Callback] | None) -> None:
+        refuse_existing(config.trainer)
+        self.config = config
+        self.parts: Parts = assemble(config, given)
+        self.steps_done = 0
+        self.metrics: dict[str, float] = {}
+        self.interrupts = Interrupts()
+        self.callbacks = default_callbacks(self) if callbacks is None else callbacks
+        self._asked = 0
+        restore(self)
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run: what ``run`` was asked for, else what the config says."""
+        total = self._asked or self.config.trainer.total_steps or self.parts.loader.num_batches
+        assert total is not None, "without total_steps the loader has finite epochs"
+        return total
+
+    def step(self) -> dict[str, float]:
+        """One step of the loop. Returns its metrics."""
+        parts, number, timer = self.parts, self.steps_done + 1, PhaseTimer()
+        with timer.phase("step"):
+            prompts = parts.loader.batch(self.steps_done)
+            parts.weights.check()
+            with timer.phase("generate"):
+                batch = parts.rollout.generate(prompts, self.config.trainer.seed, "train", number)
+            with timer.phase("reward"):
+                metrics = score(batch, parts.rewards)
+            for role in parts.passes:
+                with timer.phase(role.writes):
+                    role.infer(batch)
+            with timer.phase("advantages"):
+                metrics |= parts.algorithm.advantages(batch)
+            with self.interrupts.protected():
+                for trained in parts.trained:
+                    with timer.phase(f"update_{trained.name}"):
+                        metrics |= trained.update(batch, step=number, total_steps=self.total_steps).result()
+                with timer.phase("sync"):
+                    parts.weights.sync()
+                self.steps_done = number
+        self.metrics = self._measured(batch, metrics, timer.result())
+        with self.interrupts.protected():
+            for callback in self.callbacks:
+                callback.on_step(self, batch, self.metrics)
+        return self.metrics
+
+    def run(self, num_steps: int | None = None) -> RunResult:
+        """Train until ``num_steps`` more steps than all earlier calls asked for are made; steps of a resumed run count.
+
+        Without ``num_steps``: until the config's total. A signal ends the run after the current update, with a
+        checkpoint. Raises RunIncomplete when the data end before the steps do.
+        """
+        if num_steps is not None:
+            if num_steps < 1:
+                raise ConfigError(f"num_steps must be at least 1, got {num_steps}")
+            self._asked += num_steps
+        result = RunResult(self.steps_done)
+        with self.interrupts.listening():
+            try:
+                self._start()
+                while self.steps_done < self.total_steps:
+                    self._has_data()
+                    self.step()
+            except Interrupted as signal:
+                log.warning("%s: stopping after step %d of %d", signal, self.steps_done, self.total_steps)
+                result.exit_code = signal.exit_code
+            finally:
+                with self.interrupts.protected():
+                    for callback in self.callbacks:
+                        callback.on_end(self)
+        result.steps, result.metrics = self.steps_done, self.metrics
+        return result
+
+    def close(self) -> None:
+        """End the reward workers and the trackers. Called at interpreter exit too."""
+        self.parts.rewards.close()
+
+    def _start(self) -> None:
+        for callback in self.callbacks:
+            callback.on_start(self)
+
+    def _has_data(self) -> None:
+        loader = self.parts.loader
+        if loader.num_batches is not None and self.steps_done >= loader.num_batches:
+            raise RunIncomplete(
+                f"the data end after step {loader.num_batches} of {self.total_steps}: raise trainer.epochs, or leave it "
+                f"out so that prompts repeat until trainer.total_steps"
+            )
+
+    def _measured(self, batch: Batch, metrics: dict[str, float], timings: dict[str, float]) -> dict[str, float]:
+        actor = self.parts.actor
+        speed = throughput(batch, timings, self.parts.shape, actor.config.epochs_per_step, self.parts.device)
+        version = {"rollout/policy_version": float(self.parts.weights.version)}
+        return {**metrics, **describe_responses(batch), **version, **timings, **speed}

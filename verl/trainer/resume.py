@@ -1,0 +1,135 @@
+"""What a run saves to go on as if it had never stopped, and how it goes on.
+
+Draws are functions of (seed, step), so no generator state is needed: weights, optimizers, counters and the
+algorithm's own state are all there is. Where and how it is written whole is ``checkpoint.py``'s business.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from verl.common.errors import CheckpointError, ConfigError
+from verl.engines.base import TrainingEngine
+from verl.trainer.checkpoint import CheckpointStore, changed_keys
+from verl.trainer.checkpoint_parts import load_optimizer, save_model, save_optimizer
+from verl.trainer.sections import TrainerConfig
+
+if TYPE_CHECKING:
+    from verl.trainer.ppo_trainer import PPOTrainer
+
+log = logging.getLogger(__name__)
+
+_FIXED = ("model.", "algorithm.name")
+"""Keys without which a checkpoint belongs to another run."""
+_FREE = ("trainer.", "track.", "validation.", "profile.")
+"""Keys that change what is made or shown, not what was learnt; of ``trainer`` all but the three below."""
+_CURVE = ("trainer.seed", "trainer.prompts_per_step", "trainer.group_size")
+_CRITIC = "critic.safetensors"
+
+
+def refuse_existing(config: TrainerConfig) -> None:
+    """Raise ConfigError when ``trainer.resume=never`` and the run directory already holds a run."""
+    found = [name for name in ("checkpoints", "metrics.jsonl") if (config.output_dir / name).exists()]
+    if config.resume == "never" and found:
+        raise ConfigError(
+            f"trainer.output_dir={str(config.output_dir)!r} holds a run ({', '.join(found)}) and trainer.resume is "
+            f"never: name another folder, or set trainer.resume=auto to go on with it"
+        )
+
+
+def save(trainer: PPOTrainer) -> Path:
+    """Commit a checkpoint of the last whole step. Raises CheckpointError; older checkpoints stay as they are."""
+    parts, config = trainer.parts, trainer.config
+    actor = parts.actor.engine
+    writers: dict[str, Any] = {
+        "actor/model": lambda folder: save_model(folder, parts.module, parts.tokenizer),
+        "actor/optimizer": lambda folder: _save_optimizer(folder, actor),
+    }
+    if parts.critic is not None:
+        critic = parts.critic.engine
+        writers["critic/model"] = lambda folder: _save_weights(folder / _CRITIC, critic.network.module)
+        writers["critic/optimizer"] = lambda folder: _save_optimizer(folder, critic)
+    state = {
+        "policy_version": parts.weights.version,
+        "algorithm": parts.algorithm.state_dict(),
+        "config": config.model_dump(mode="json"),
+    }
+    store = CheckpointStore(config.trainer.output_dir, config.trainer.keep_checkpoints)
+    return store.save(trainer.steps_done, writers, state)
+
+
+def restore(trainer: PPOTrainer) -> None:
+    """Take up the newest whole checkpoint of the run directory, if there is one and ``trainer.resume`` allows it.
+
+    Raises ConfigError when it belongs to another model or algorithm, CheckpointError when it doesn't fit.
+    """
+    config = trainer.config
+    if config.trainer.resume != "auto" or not (config.trainer.output_dir / "checkpoints").is_dir():
+        return
+    checkpoint = CheckpointStore(config.trainer.output_dir, config.trainer.keep_checkpoints).latest()
+    if checkpoint is None:
+        return
+    _check_config(checkpoint.state["config"], config.model_dump(mode="json"), checkpoint.path)
+    parts = trainer.parts
+    _load_model(parts.module, checkpoint.part("actor/model"))
+    _load_optimizer(checkpoint.part("actor/optimizer"), parts.actor.engine)
+    if parts.critic is not None:
+        critic = parts.critic.engine
+        _copy_weights(critic.network.module, load_file(checkpoint.part("critic/model") / _CRITIC))
+        _load_optimizer(checkpoint.part("critic/optimizer"), critic)
+    parts.algorithm.load_state_dict(checkpoint.state["algorithm"])
+    parts.weights.set_version(int(checkpoint.state["policy_version"]))
+    trainer.steps_done = checkpoint.step
+    log.info("going on from %s after step %d", checkpoint.path, checkpoint.step)
+
+
+def _check_config(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -> None:
+    changed = changed_keys(old, new)
+    fixed = {k: v for k, v in changed.items() if k.startswith(_FIXED)}
+    if fixed:
+        raise ConfigError(
+            f"{path} belongs to another run: {_list(fixed)}. Name another trainer.output_dir, or set the keys back"
+        )
+    curve = {k: v for k, v in changed.items() if k in _CURVE or not k.startswith(_FREE)}
+    if curve:
+        log.warning("resuming with other keys than the checkpoint was made with, so not the same curve: %s", _list(curve))
+
+
+def _list(changed: Mapping[str, tuple[Any, Any]]) -> str:
+    return ", ".join(f"{key} was {old!r}, is {new!r}" for key, (old, new) in changed.items())
+
+
+def _save_optimizer(folder: Path, engine: TrainingEngine) -> None:
+    save_optimizer(folder, engine.optimizer, engine.masters.separate)
+
+
+def _load_optimizer(folder: Path, engine: TrainingEngine) -> None:
+    engine.masters.adopt()
+    load_optimizer(folder, engine.optimizer, engine.masters.separate)
+
+
+def _load_model(module: nn.Module, folder: Path) -> None:
+    dtype = next(module.parameters()).dtype
+    saved = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    _copy_weights(module, dict(saved.named_parameters()) | dict(saved.named_buffers()))
+
+
+def _save_weights(path: Path, module: nn.Module) -> None:
+    save_file({name: tensor.contiguous() for name, tensor in module.state_dict().items()}, path)
+
+
+@torch.no_grad()
+def _copy_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """In place: the rollout and the masters share these tensors."""
+    for name, parameter in module.named_parameters():
+        if name not in weights or weights[name].shape != parameter.shape:
+            raise CheckpointError(f"the checkpoint has no tensor of shape {list(parameter.shape)} for {name!r}")
+        parameter.copy_(weights[name])

@@ -1,0 +1,54 @@
+"""Rewards onto a batch: writes ``scores`` and ``is_scored``, and says what failed."""
+
+from __future__ import annotations
+
+import torch
+
+from verl.batch import Batch
+from verl.common.errors import RewardError
+from verl.rewards.base import RewardItem, RewardResult
+from verl.rewards.runner import RewardRunner
+
+
+def score(batch: Batch, rewards: RewardRunner) -> dict[str, float]:
+    """Score every row. A failed row has score 0 and ``is_scored`` False: no algorithm learns from it.
+
+    Returns `reward/score/{mean,max,min,std}` over scored rows, `reward/failed` and a mean of each part.
+    Raises RewardError when every row failed, with the first failure's text.
+    """
+    ids = {n: batch[f"{n}_ids"].split(batch.lengths(f"{n}_ids").tolist()) for n in ("prompt", "response")}
+    results = rewards.score(
+        [
+            RewardItem(
+                prompt=row["prompt"],
+                response=row["response"],
+                ground_truth=row["ground_truth"],
+                row=row,
+                prompt_ids=prompt_ids.tolist(),
+                response_ids=response_ids.tolist(),
+            )
+            for row, prompt_ids, response_ids in zip(batch.rows, ids["prompt"], ids["response"], strict=True)
+        ]
+    )
+    scores = [r.score for r in results]
+    batch.put("is_scored", torch.tensor([s is not None for s in scores], dtype=torch.bool))
+    batch.put("scores", torch.tensor([0.0 if s is None else s for s in scores], dtype=torch.float32))
+    if results and not bool(batch["is_scored"].any()):
+        raise RewardError(f"the reward failed on all {len(results)} responses; the first: {results[0].detail}")
+    return _metrics(batch, results)
+
+
+def _metrics(batch: Batch, results: list[RewardResult]) -> dict[str, float]:
+    good = batch["scores"][batch["is_scored"]].double()
+    metrics = {
+        "reward/score/mean": float(good.mean()),
+        "reward/score/std": float(good.std(correction=0)),
+        "reward/score/max": float(good.max()),
+        "reward/score/min": float(good.min()),
+        "reward/failed": float(len(results) - len(good)),
+    }
+    parts: dict[str, list[float]] = {}
+    for result in results:
+        for name, value in result.parts.items():
+            parts.setdefault(name, []).append(value)
+    return metrics | {f"reward/{name}/mean": sum(values) / len(values) for name, values in parts.items()}

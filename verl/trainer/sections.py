@@ -1,0 +1,233 @@
+"""The sections of an on-policy run and the checks that need two of them.
+
+``PPOTrainer(**sections)`` and a YAML file with the same names go through ``OnPolicyRun``: what one refuses the other
+refuses too, before a model is loaded. (``config.py`` reads the files; the sections stand here because the Python
+entry may not import it.)
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, SerializeAsAny, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
+from typing_extensions import Self
+
+from verl.algorithms import ALGORITHMS
+from verl.algorithms.base import AlgorithmConfig
+from verl.common.errors import ConfigError, did_you_mean
+from verl.common.section import Section
+from verl.data.config import DataConfig
+from verl.engines.config import EngineConfig, TrainedConfig
+from verl.models.loading import ModelConfig
+from verl.observe.profiler import ProfileConfig
+from verl.observe.trackers import TrackConfig
+from verl.rewards.config import RewardConfig
+from verl.rollout import ROLLOUT_ENGINES
+from verl.rollout.config import RolloutConfig
+
+log = logging.getLogger(__name__)
+
+
+class TrainerConfig(Section):
+    """Length of the run, size of a step, what is written where."""
+
+    output_dir: Path = Field(default_factory=lambda: Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
+    """The run directory: config, metrics, rollouts, checkpoints, traces, logs. Default: `runs/` and the time."""
+    seed: int = Field(0, ge=0)
+    """Every random draw of the run follows from it."""
+    device: str = "auto"
+    """auto (a CUDA device if there is one), cpu, cuda or cuda:N."""
+    prompts_per_step: int = Field(32, ge=1)
+    """Prompts drawn from the data set for each step."""
+    group_size: int = Field(8, ge=1)
+    """Responses sampled to each prompt."""
+    total_steps: int | None = Field(None, ge=1)
+    """Steps of the run; null: as many as `epochs` make."""
+    epochs: int | None = Field(None, ge=1)
+    """Passes over the training prompts, when `total_steps` is null; null for both: one epoch."""
+    save_every: int | None = Field(None, ge=1)
+    """Steps between checkpoints; null: only at the end. A run that is interrupted always saves."""
+    keep_checkpoints: int | None = Field(2, ge=1)
+    """Newest checkpoints to keep; null: all."""
+    resume: Literal["auto", "never"] = "auto"
+    """auto: go on from the newest whole checkpoint in `output_dir`; never: refuse to touch a run that is there."""
+    save_rollouts_every: int | None = Field(1, ge=1)
+    """Steps between files of samples with scores and log-probs; null: none."""
+
+
+class ValidationConfig(Section):
+    """Scoring `data.val` on a schedule."""
+
+    every: int | None = Field(None, ge=1)
+    """Steps between validations; null: only `at_start` and at the end, when `data.val` is given."""
+    at_start: bool = True
+    """Validate before the first step."""
+    temperature: float = Field(0.0, ge=0)
+    """Sampling temperature; 0 is greedy."""
+    samples_per_prompt: int = Field(1, ge=1)
+    """Responses to each prompt; over 1 also reports pass@k."""
+
+
+class OnPolicyRun(Section):
+    """A whole run of the on-policy family (PPO, GRPO)."""
+
+    model: ModelConfig
+    """The policy's starting point."""
+    data: DataConfig
+    """Prompts to train and validate on."""
+    reward: RewardConfig
+    """What scores a response."""
+    algorithm: SerializeAsAny[AlgorithmConfig]
+    """The algorithm, by `name`; its other keys are its own."""
+    rollout: SerializeAsAny[RolloutConfig]
+    """How responses are sampled, by engine `name`."""
+    actor: TrainedConfig = TrainedConfig()
+    """The policy in training."""
+    critic: TrainedConfig = TrainedConfig()
+    """The value function, for algorithms that use one."""
+    reference: EngineConfig = EngineConfig()
+    """The frozen starting policy, for algorithms that measure a KL to it."""
+    validation: ValidationConfig = ValidationConfig()
+    """Scoring held-out prompts."""
+    trainer: TrainerConfig = TrainerConfig()
+    """Length of the run and its outputs."""
+    track: TrackConfig = TrackConfig()
+    """Who is told of the metrics."""
+    profile: ProfileConfig = ProfileConfig()
+    """Traces of chosen steps."""
+
+    @field_validator("algorithm", mode="before")
+    @classmethod
+    def _algorithm_by_name(cls, value: Any) -> Any:
+        return _variant(value, ALGORITHMS, "algorithm")
+
+    @field_validator("rollout", mode="before")
+    @classmethod
+    def _rollout_by_name(cls, value: Any) -> Any:
+        return _variant({"name": "native", **value} if isinstance(value, Mapping) else value, ROLLOUT_ENGINES, "rollout")
+
+    @model_validator(mode="after")
+    def _sections_fit(self) -> Self:
+        for message in _conflicts(self):
+            raise ValueError(message)
+        for message in self.ineffective_keys():
+            log.warning(message)
+        return self
+
+    def ineffective_keys(self) -> list[str]:
+        """One line for each key that the user set and that changes nothing in this run."""
+        needs = ALGORITHMS.load(self.algorithm.name)(self.algorithm).needs
+        lines = [f"algorithm.{key}" for key in self.algorithm.ineffective_keys()]
+        for role in ("critic", "reference"):
+            if self.is_set(role) and role not in needs:
+                lines.append(f"{role}: algorithm {self.algorithm.name!r} as configured uses no {role}")
+        if self.is_set("validation") and self.data.val is None:
+            lines.append("validation: needs data.val")
+        if self.trainer.is_set("epochs") and self.trainer.total_steps is not None:
+            lines.append("trainer.epochs: trainer.total_steps is given and wins")
+        for name, role in (("actor", self.actor), ("critic", self.critic)):
+            if role.optim.is_set("min_lr_frac") and role.optim.schedule == "constant":
+                lines.append(f"{name}.optim.min_lr_frac: needs {name}.optim.schedule linear or cosine")
+        return [f"key without effect: {line}" for line in lines]
+
+
+def build_run(kind: type[OnPolicyRun], sections: Mapping[str, Any]) -> OnPolicyRun:
+    """``kind(**sections)`` with every problem reported at once, each with its key, its value and the nearest key.
+
+    Raises ConfigError.
+    """
+    try:
+        return kind(**sections)
+    except ValidationError as error:
+        raise ConfigError("\n".join(explain(problem, kind) for problem in error.errors())) from None
+
+
+def _conflicts(run: OnPolicyRun) -> list[str]:
+    """What two sections make impossible together; each line names both keys."""
+    found = []
+    if run.rollout.temperature == 0:
+        found.append("rollout.temperature=0 is greedy: samples of a group would be equal. Set it above 0")
+    algorithm = ALGORITHMS.load(run.algorithm.name)
+    if run.trainer.group_size < algorithm.min_group_size:
+        found.append(
+            f"trainer.group_size={run.trainer.group_size} is too small for algorithm.name={run.algorithm.name!r}, "
+            f"which compares the responses of a prompt: at least {algorithm.min_group_size}"
+        )
+    longest = run.data.max_prompt_tokens + run.rollout.max_response_tokens
+    for role in ("actor", "critic", "reference"):
+        budget = getattr(run, role).max_tokens_per_micro_batch
+        if longest > budget:
+            found.append(
+                f"a row of data.max_prompt_tokens + rollout.max_response_tokens = {longest} tokens doesn't fit "
+                f"{role}.max_tokens_per_micro_batch={budget}: raise that key or lower one of the others"
+            )
+    rows = run.trainer.prompts_per_step * run.trainer.group_size
+    for role in ("actor", "critic"):
+        parts = getattr(run, role).mini_batches_per_epoch
+        if parts > rows:
+            found.append(
+                f"{role}.mini_batches_per_epoch={parts} is more than the {rows} responses of a step "
+                f"(trainer.prompts_per_step × trainer.group_size)"
+            )
+    return found
+
+
+def _variant(value: Any, registry: Any, section: str) -> Any:
+    if isinstance(value, str):
+        value = {"name": value}
+    if not isinstance(value, Mapping):
+        return value
+    if "name" not in value:
+        raise ValueError(f"{section}.name is missing. Known: {', '.join(sorted(registry))}")
+    variant: type[Section] = registry.load(str(value["name"])).Config
+    try:
+        return variant(**value)
+    except ValidationError as error:
+        raise _VariantError(section, variant, error) from None
+
+
+class _VariantError(ValueError):
+    """Carries the errors of a section whose class is chosen by name out through pydantic."""
+
+    def __init__(self, section: str, kind: type[Section], error: ValidationError) -> None:
+        super().__init__(str(error))
+        self.lines = [explain(problem, kind, section) for problem in error.errors()]
+
+
+def explain(problem: ErrorDetails, kind: type[Section], prefix: str = "") -> str:
+    """One validation error of ``kind`` as a sentence: key, value, nearest key; ``prefix`` is where ``kind`` stands."""
+    cause = problem.get("ctx", {}).get("error")
+    if isinstance(cause, _VariantError):
+        return "\n".join(cause.lines)
+    inner = ".".join(str(part) for part in problem["loc"])
+    key = ".".join(filter(None, (prefix, inner)))
+    if problem["type"] == "extra_forbidden":
+        return _unknown_key(kind, inner, prefix)
+    if problem["type"] == "missing":
+        return f"key {key!r} is missing"
+    message = problem["msg"].removeprefix("Value error, ")
+    is_whole_section = not inner or _fields(kind, inner)
+    return message if is_whole_section else f"key {key!r}: {message}, got {problem['input']!r}"
+
+
+def _unknown_key(kind: type[Section], inner: str, prefix: str) -> str:
+    parent, _, name = inner.rpartition(".")
+    section = ".".join(filter(None, (prefix, parent))) or "the top level"
+    fields = _fields(kind, parent)
+    known = did_you_mean(name, fields) or f". Known: {', '.join(sorted(fields))}"
+    elsewhere = [s for s in OnPolicyRun.model_fields if s != section and name in _fields(OnPolicyRun, s)]
+    hint = f" ({name!r} is a key of {', '.join(elsewhere)})" if elsewhere else ""
+    return f"unknown key {name!r} in {section}{known}{hint}"
+
+
+def _fields(kind: type[Section], path: str) -> list[str]:
+    current: Any = kind
+    for part in filter(None, path.split(".")):
+        field = getattr(current, "model_fields", {}).get(part)
+        current = field.annotation if field is not None else None
+    return list(getattr(current, "model_fields", {}))

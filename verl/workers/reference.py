@@ -1,0 +1,20 @@
+"""The reference: the policy as it was at the start, frozen."""
+
+from __future__ import annotations
+
+from verl.batch import Batch
+from verl.engines.base import Engine
+
+
+class Reference:
+    """Infers log-probs of the frozen policy."""
+
+    name = "reference"
+    writes = "ref_log_probs"
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def infer(self, batch: Batch) -> None:
+        """Write ``ref_log_probs``."""
+        batch.put(self.writes, self.engine.infer(batch, "log_probs"))

@@ -1,0 +1,94 @@
+"""Roles that learn: the actor and the critic. Each infers one column and updates on a batch.
+
+Thin glue: an engine does the passes, the algorithm gives the loss, this file splits a step's batch into mini-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from verl.algorithms.base import Algorithm, Loss
+from verl.batch import Batch
+from verl.common.seeding import derive_seed
+from verl.engines.base import TrainingEngine
+from verl.engines.config import TrainedConfig
+from verl.observe.metrics import MetricSums
+
+
+class TrainedRole:
+    """Mini-batches, epochs and learning rate of a role that learns."""
+
+    name: str
+    writes: str
+
+    def __init__(self, engine: TrainingEngine, config: TrainedConfig, algorithm: Algorithm, seed: int) -> None:
+        self.engine, self.config, self.algorithm, self.seed = engine, config, algorithm, seed
+
+    def infer(self, batch: Batch) -> None:
+        """Write this role's column: one number a response token, under the weights before the update."""
+        raise NotImplementedError
+
+    def loss(self, outputs: Mapping[str, Tensor], columns: Mapping[str, Tensor]) -> Loss:
+        """The role's loss on padded network outputs and batch columns."""
+        raise NotImplementedError
+
+    def update(self, batch: Batch, *, step: int, total_steps: int) -> MetricSums:
+        """Learn from ``batch``: every epoch visits every row once. ``step`` is 1-based."""
+        lr = self.config.optim.lr_at(step, total_steps)
+        metrics = MetricSums()
+        for part in self._mini_batches(batch, step):
+            metrics.merge(self.engine.update(part, self.loss, lr=lr, entropy=self.needs_entropy_gradient))
+        return metrics
+
+    @property
+    def needs_entropy_gradient(self) -> bool:
+        """Whether the role's loss differentiates the entropy."""
+        return False
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer updates in a step."""
+        return self.config.epochs_per_step * self.config.mini_batches_per_epoch
+
+    def _mini_batches(self, batch: Batch, step: int) -> Iterator[Batch]:
+        parts = min(self.config.mini_batches_per_epoch, len(batch))
+        for epoch in range(self.config.epochs_per_step):
+            if parts == 1:
+                yield batch
+                continue
+            generator = torch.Generator().manual_seed(derive_seed(self.seed, "mini_batches", step, epoch))
+            for index in torch.randperm(len(batch), generator=generator).tensor_split(parts):
+                yield batch.select(index.sort().values)
+
+
+class Actor(TrainedRole):
+    """The policy in training."""
+
+    name = "actor"
+    writes = "old_log_probs"
+
+    def infer(self, batch: Batch) -> None:
+        batch.put(self.writes, self.engine.infer(batch, "log_probs"))
+
+    def loss(self, outputs: Mapping[str, Tensor], columns: Mapping[str, Tensor]) -> Loss:
+        return self.algorithm.actor_loss(outputs["log_probs"], outputs["entropy"], columns)
+
+    @property
+    def needs_entropy_gradient(self) -> bool:
+        return self.algorithm.needs_entropy_gradient
+
+
+class Critic(TrainedRole):
+    """The value function."""
+
+    name = "critic"
+    writes = "values"
+
+    def infer(self, batch: Batch) -> None:
+        batch.put(self.writes, self.engine.infer(batch, "values"))
+
+    def loss(self, outputs: Mapping[str, Tensor], columns: Mapping[str, Tensor]) -> Loss:
+        return self.algorithm.critic_loss(outputs["values"], columns)
