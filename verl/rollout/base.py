@@ -5,6 +5,7 @@ An engine knows token ids, sampling settings and weights. It knows nothing of re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -41,9 +42,15 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("stop", "stop_token_ids"):
+            if isinstance(getattr(self, name), str):
+                raise ConfigError(
+                    f"{name} must be a list, got {getattr(self, name)!r}: write [{getattr(self, name)!r}]"
+                )
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         checks = [
             (self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, ">= 1"),
-            (self.temperature >= 0, "temperature", self.temperature, ">= 0 (0 is greedy)"),
+            (0 <= self.temperature < math.inf, "temperature", self.temperature, ">= 0 and finite (0 is greedy)"),
             (self.top_k >= 0, "top_k", self.top_k, ">= 0 (0 keeps all)"),
             (0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]"),
             (0 <= self.min_p < 1, "min_p", self.min_p, "in [0, 1)"),
@@ -53,6 +60,7 @@ class SamplingParams:
                 self.min_new_tokens,
                 f"between 0 and max_new_tokens = {self.max_new_tokens}",
             ),
+            (all(self.stop), "stop", self.stop, "a list of strings that aren't empty"),
         ]
         for is_good, name, value, allowed in checks:
             if not is_good:

@@ -1,8 +1,4 @@
-"""The keys that every rollout engine shares, and the table of engines.
-
-An engine's own keys live in its ``Config``, a subclass of ``RolloutConfig``, found at
-``ROLLOUT_ENGINES.load(name).Config``.
-"""
+"""The keys that every rollout engine shares; an engine's own keys live in a subclass beside the engine."""
 
 from __future__ import annotations
 
@@ -11,11 +7,8 @@ from typing import Any
 from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
 
-from verl.common.registry import Registry
 from verl.common.section import Section
 from verl.rollout.base import SamplingParams
-
-ROLLOUT_ENGINES = Registry("rollout engine", {"native": "verl.rollout.native.engine:NativeEngine"})
 
 
 class RolloutConfig(Section):

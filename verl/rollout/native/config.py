@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import Field, model_validator
+from typing_extensions import Self
 
 from verl.rollout.config import RolloutConfig
 
@@ -24,3 +25,12 @@ class Config(RolloutConfig):
     """Keep and share the blocks of equal prompt beginnings until the weights change."""
     use_cuda_graph: bool = True
     """On CUDA, decode through captured graphs; no effect on the CPU."""
+
+    @model_validator(mode="after")
+    def _a_block_fits(self) -> Self:
+        if self.cache_tokens is not None and self.cache_tokens < self.block_size:
+            raise ValueError(
+                f"cache_tokens = {self.cache_tokens} holds no block of block_size = {self.block_size} tokens: "
+                "raise the one or lower the other"
+            )
+        return self

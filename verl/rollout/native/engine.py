@@ -136,7 +136,7 @@ class NativeEngine:
         if blocks is None:
             held = 0 if self._scheduler is None else self._scheduler.blocks.num_blocks
             wanted = sum(needs[: self._config.max_running_rows])
-            blocks = held if wanted <= held else self._affordable(held, 1 << (wanted - 1).bit_length())
+            blocks = held if wanted <= held else self._affordable(1 << (wanted - 1).bit_length())
         if needs[0] > blocks:
             row = max(rows, key=lambda row: row.max_cached)
             raise ConfigError(
@@ -150,9 +150,11 @@ class NativeEngine:
         assert self._scheduler is not None and self._runner is not None
         return self._scheduler, self._runner
 
-    def _affordable(self, held: int, wanted: int) -> int:
+    def _affordable(self, wanted: int) -> int:
+        """At most ``wanted`` blocks, within the memory that is free without the present cache."""
+        self.sleep()
         budget = affordable_tokens(self._shapes, self._device, self._config.memory_frac) // self._config.block_size
-        return max(held, min(wanted, budget))
+        return min(wanted, budget)
 
     def _build(self, blocks: int) -> None:
         self.sleep()

@@ -62,7 +62,8 @@ class GraphDecoder:
         if graph is None:
             return self.decode(rows, steps)
         for target, source in zip(graph.state.tensors, state.tensors, strict=True):
-            target.copy_(source.pin_memory(), non_blocking=True)
+            if source.numel():
+                target.copy_(source.pin_memory(), non_blocking=True)
         graph.count.zero_()
         for _ in range(steps):
             graph.graph.replay()

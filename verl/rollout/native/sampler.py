@@ -32,7 +32,7 @@ class SamplingState:
     temperature          [B] float32, 0 is greedy
     top_k                [B] int64, 0 keeps all
     top_p, min_p         [B] float32
-    min_new              [B] int32  index before which ``banned`` ids can't be sampled
+    min_new              [B] int32  index before which ``banned`` ids can't be sampled; 0 for a row without any
     banned               [B, S] int64, padded with an id of the row; S is 0 when no row has such a minimum to reach
     truncates, draws     whether any row has a top-k, top-p or min-p; whether any row isn't greedy
     """
@@ -61,6 +61,7 @@ class SamplingState:
         settings = [row.request.sampling for row in rows]
         draws = any(s.temperature > 0 for s in settings)
         truncates = any(s.top_k > 0 or s.top_p < 1 or s.min_p > 0 for s in settings)
+        min_new, banned = _bans(rows, vocab_size)
 
         def column(values: list[int] | list[float], dtype: torch.dtype) -> Tensor:
             return torch.tensor(values, dtype=dtype).to(device)
@@ -73,8 +74,8 @@ class SamplingState:
             top_k=column([s.top_k for s in settings], torch.int64),
             top_p=column([s.top_p for s in settings], torch.float32),
             min_p=column([s.min_p for s in settings], torch.float32),
-            min_new=column([s.min_new_tokens for s in settings], torch.int32),
-            banned=torch.tensor(_banned(rows, vocab_size), dtype=torch.int64).reshape(len(rows), -1).to(device),
+            min_new=column(min_new, torch.int32),
+            banned=torch.tensor(banned, dtype=torch.int64).reshape(len(rows), -1).to(device),
             truncates=truncates,
             draws=draws,
         )
@@ -107,8 +108,8 @@ def gumbel(seed_low: Tensor, seed_high: Tensor, index: Tensor, vocab_size: int) 
     a probability of 2^-32. Largest value 22.2, smallest -2.9, never infinite.
     Source: integer hash lowbias32 (https://nullprogram.com/blog/2018/07/31/), with a second key between its rounds.
     """
-    first = _hash(seed_low + index * _GOLDEN)
-    second = _hash(_hash(seed_high ^ first) + index)
+    first = _hash(seed_low + (index + 1) * _GOLDEN)  # + 1: the hash of 0 is 0, which would favour an id for seed 0
+    second = _hash(_hash(seed_high ^ first) + index + 1)
     bits = torch.arange(vocab_size, dtype=torch.int32, device=index.device) * _GOLDEN + first[:, None]
     bits ^= _shift(bits, 16)
     bits *= _MIX[0]
@@ -142,17 +143,17 @@ def _without_banned(scores: Tensor, state: SamplingState) -> Tensor:
     return scores.scatter(1, state.banned, scores.gather(1, state.banned).masked_fill(is_active, -_INF))
 
 
-def _banned(rows: Rows[Sequence], vocab_size: int) -> list[list[int]]:
-    """Stop ids of each row, of one width, by repeating one of them; a row without any is padded with id 0.
+def _bans(rows: Rows[Sequence], vocab_size: int) -> tuple[list[int], list[list[int]]]:
+    """Each row's minimum, 0 where it has no stop id, and its stop ids padded to one width by repeating the first.
 
-    Rows that have reached their minimum have none, and a row of minimum 0 is padded without effect.
+    No ids at all when every row has reached its minimum; a row without any is padded with id 0, to no effect.
     """
-    waits = [row.num_response < row.request.sampling.min_new_tokens for row in rows]
-    if not any(waits):
-        return [[] for _ in rows]
+    if not any(row.num_response < row.request.sampling.min_new_tokens for row in rows):
+        return [0] * len(rows), [[] for _ in rows]
     ids = [sorted(i for i in row.stop_ids if 0 <= i < vocab_size) for row in rows]
     width = max(map(len, ids))
-    return [[*row, *[row[0] if row else 0] * (width - len(row))] for row in ids]
+    minima = [row.request.sampling.min_new_tokens if own else 0 for row, own in zip(rows, ids, strict=True)]
+    return minima, [[*own, *[own[0] if own else 0] * (width - len(own))] for own in ids]
 
 
 def _hash(x: Tensor) -> Tensor:

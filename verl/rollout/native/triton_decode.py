@@ -7,8 +7,6 @@ Source: online softmax, Milakov and Gimelshein 2018, arXiv:1805.02867.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -112,7 +110,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     PRECISION: tl.constexpr,
-) -> Any:
+):
     row = tl.program_id(0)
     head = tl.program_id(1)
     length = (tl.load(position_ptr + row) + 1).to(tl.int32)

@@ -1,0 +1,182 @@
+import logging
+
+import pytest
+import torch
+
+from tests.rollout.engines import BLOCK, assert_same, build, greedy, ids_of, prompt, request
+from tests.tiny import FAMILIES, tiny_model
+from verl.common.errors import ConfigError, StaleWeights, VerlError
+
+BORDERS = [k * BLOCK + d for k in (1, 2, 3) for d in (-1, 0, 1)]
+
+
+def sampled(length: int, seed: int, tokens: int = 14) -> object:
+    return request(prompt(length), tokens, seed=seed, temperature=1.0)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "gemma2"])
+def test_prompts_at_block_borders_sent_twice_and_by_the_group(family: str) -> None:
+    plain, on, off = tiny_model(family), build(family), build(family, prefix_cache=False)
+    for length in BORDERS:
+        row = request(prompt(length), 2 * BLOCK + 1)
+        first = on.generate([row])
+        assert ids_of(first) == [greedy(plain, row.prompt_ids, 2 * BLOCK + 1)]
+        again = on.generate([row])
+        assert on.stats.cached_prompt_tokens == (length - 1) // BLOCK * BLOCK
+        assert on.stats.prefill_tokens == length - on.stats.cached_prompt_tokens > 0
+        assert_same(again, first)
+        assert_same(off.generate([row]), first)
+        assert off.stats.cached_prompt_tokens == 0
+        group = [request(prompt(length), 9, seed=seed, temperature=1.0) for seed in range(4)]
+        assert_same(on.generate(group), off.generate(group))
+        on.check_integrity()
+        off.check_integrity()
+
+
+def test_samples_of_a_prompt_share_its_computation_from_the_first_step() -> None:
+    engine = build()
+    engine.generate([sampled(11, seed) for seed in range(5)])
+    assert engine.stats.prefill_tokens == 11 + 4 * 3 and engine.stats.cached_prompt_tokens == 4 * 8
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_preempted_rows_come_out_the_same(family: str) -> None:
+    rows = [sampled(n, seed=n) for n in (3, 9, 5, 9, 2, 6)]
+    roomy, tight = build(family), build(family, cache_tokens=32)
+    assert_same(tight.generate(rows), roomy.generate(rows))
+    assert tight.stats.preemptions > 0 == roomy.stats.preemptions
+    tight.check_integrity()
+    assert_same(tight.generate(rows), roomy.generate(rows))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"max_running_rows": 1},
+        {"max_running_rows": 2},
+        {"max_prefill_tokens": 1},
+        {"max_prefill_tokens": 5},
+        {"block_size": 1},
+        {"block_size": 3},
+        {"block_size": 64},
+    ],
+)
+def test_how_work_is_cut_changes_nothing(config: dict[str, int]) -> None:
+    rows = [sampled(n, seed=n) for n in (3, 9, 9, 1, 17)]
+    engine = build("gpt2", **config)
+    assert_same(engine.generate(rows), build("gpt2").generate(rows))
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("steps", [2, 5])
+def test_asking_for_several_tokens_at_once_changes_nothing(steps: int) -> None:
+    """As on CUDA, where the host looks only every few tokens: what is sampled behind a row's end is dropped."""
+    rows = [request(prompt(n), 3 * n, seed=n, temperature=1.0) for n in (1, 3, 4, 7)] + [
+        request(prompt(250), 6, seed=1)
+    ]
+    for cache_tokens in (None, 268):
+        engine = build("gpt2", cache_tokens=cache_tokens)
+        engine.generate(rows[:1])
+        engine._awake([engine._row(i, row) for i, row in enumerate(rows)])[1]._decoder.steps = steps
+        assert_same(engine.generate(rows), build("gpt2").generate(rows))
+        engine.check_integrity()
+
+
+def test_a_request_that_never_fits_the_cache_is_refused_before_any_work() -> None:
+    engine = build(cache_tokens=16)
+    with pytest.raises(ConfigError, match=r"needs 5 cache blocks .* has 4: raise cache_tokens \(16\)"):
+        engine.generate([request(prompt(4), 4), request(prompt(10), 8)])
+    assert engine.stats.prefill_tokens == 0
+    assert (
+        len(engine.generate([request(prompt(10), 7, ignore_eos=True)])[0].response_ids) == 7
+    )  # the last needs no slot
+
+
+def test_cache_grows_with_what_calls_need_and_is_kept() -> None:
+    engine = build()
+    engine.generate([request(prompt(4), 4)])
+    small = engine._scheduler.blocks.num_blocks
+    engine.generate([request(prompt(40), 4)] * 3)
+    large = engine._scheduler.blocks.num_blocks
+    engine.generate([request(prompt(4), 4)])
+    assert small == 2 and large == engine._scheduler.blocks.num_blocks == 64  # 3 x 11 blocks, rounded up
+
+
+def test_changed_weights_drop_what_was_cached() -> None:
+    module, other = tiny_model("llama"), tiny_model("llama", seed=3)
+    engine, row = build(module=module), request(prompt(12), 8)
+    engine.generate([row, row])
+    with torch.no_grad():
+        for old, new in zip(module.parameters(), other.parameters(), strict=True):
+            old.copy_(new)
+    with pytest.raises(StaleWeights, match="weights_changed"):
+        engine.generate([row])
+    engine.weights_changed(7)
+    (response,) = engine.generate([row])
+    assert engine.stats.cached_prompt_tokens == 0
+    assert response.policy_version == 7 and response.response_ids == greedy(other, row.prompt_ids, 8)
+
+
+def test_the_modules_weights_are_shared_and_its_modes_come_back() -> None:
+    module = tiny_model("llama")
+    engine = build(module=module)
+    module.train()
+    module.model.layers[1].eval()
+    modes = [part.training for part in module.modules()]
+    engine.generate([request(prompt(4), 3)])
+    assert [part.training for part in module.modules()] == modes
+    loss = engine._model.module.lm_head.weight.sum()
+    loss.backward()  # parameters are still ordinary ones, of the module itself
+    assert module.lm_head.weight.grad is not None
+
+
+def test_an_error_in_the_middle_leaves_an_engine_that_works() -> None:
+    module = tiny_model("llama")
+    engine = build(module=module)
+    rows = [request(prompt(n), 8) for n in (3, 9)]
+    good = engine.generate(rows)
+    saved = module.lm_head.weight.detach().clone()
+    with torch.no_grad():
+        module.lm_head.weight.fill_(float("nan"))
+    engine.weights_changed(1)
+    with pytest.raises(VerlError, match="nan"):
+        engine.generate(rows)
+    engine.check_integrity()
+    with torch.no_grad():
+        module.lm_head.weight.copy_(saved)
+    engine.weights_changed(0)
+    assert_same(engine.generate(rows), good)
+
+
+def test_effective_settings_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    engine = build()
+    with caplog.at_level(logging.INFO, logger="verl.rollout"):
+        engine.generate([request(prompt(3), 2)] * 3)
+        engine.generate([request(prompt(3), 2)])
+        engine.generate([request(prompt(3), 2, temperature=0.8)])
+    lines = [record.getMessage() for record in caplog.records]
+    assert (
+        len(lines) == 2 and "temperature=0.0" in lines[0] and "top_p=1.0" in lines[0] and "temperature=0.8" in lines[1]
+    )
+
+
+def test_sleep_gives_the_cache_back_and_wake_takes_as_much() -> None:
+    engine = build(cache_tokens=40)
+    assert engine._runner is None
+    engine.wake()
+    assert engine._scheduler.blocks.num_blocks == 10
+    engine.sleep()
+    assert engine._runner is None and engine._scheduler is None
+
+
+def test_stop_strings_without_a_tokenizer_are_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match="tokenizer"):
+        build(stop=["x"])
+
+
+def test_stats_count_one_call() -> None:
+    engine = build()
+    engine.generate([request(prompt(6), 5, ignore_eos=True), request(prompt(3, first=30), 2, ignore_eos=True)])
+    stats = engine.stats
+    assert (stats.prefill_tokens, stats.decode_steps, stats.extra["response_tokens"]) == (9, 4, 7)
+    assert stats.extra["response_tokens_per_s"] > 0

@@ -1,0 +1,42 @@
+import pytest
+
+from verl.common.errors import ConfigError
+from verl.rollout.base import SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"top_k": -1}, "top_k"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"min_p": 1.0}, "min_p"),
+        ({"min_new_tokens": 9}, "min_new_tokens"),
+        ({"stop": ("a", "")}, "stop"),
+        ({"stop": "abc"}, "stop must be a list"),
+    ],
+)
+def test_impossible_settings_name_the_key(settings: dict[str, object], key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        SamplingParams(**{"max_new_tokens": 8, **settings})  # type: ignore[arg-type]
+
+
+def test_defaults_are_neutral() -> None:
+    params = SamplingParams(max_new_tokens=3)
+    assert (params.temperature, params.top_k, params.top_p, params.min_p, params.min_new_tokens) == (
+        1.0,
+        0,
+        1.0,
+        0.0,
+        0,
+    )
+    assert (params.stop, params.stop_token_ids, params.ignore_eos) == ((), (), False)
+
+
+def test_lists_become_tuples_so_that_settings_can_be_compared() -> None:
+    a = SamplingParams(max_new_tokens=3, stop=["x"], stop_token_ids=[4])  # type: ignore[arg-type]
+    assert hash(a) == hash(SamplingParams(max_new_tokens=3, stop=("x",), stop_token_ids=(4,)))
