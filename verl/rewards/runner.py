@@ -198,6 +198,8 @@ def _source(reward: Any) -> Source:
 def _score_with_model(model: ScoresItems, items: Sequence[RewardItem]) -> list[RewardResult]:
     try:
         values = list(model.score_items(items)) if items else []
+    except ConfigError:
+        raise
     except Exception as error:  # a user's model: the rows fail, the run doesn't
         return [failed("error", describe(error)) for _ in items]
     if len(values) != len(items):
