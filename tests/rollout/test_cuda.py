@@ -16,6 +16,14 @@ from verl.rollout.native.sampler import gumbel
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CUDA = torch.device("cuda")
 MIXTURES_OF_EXPERTS = {"qwen3_moe"}  # their routing may wait for the host, which no graph can hold
+SHAPES = [  # query heads, key heads, dims of keys and values, block size
+    (4, 2, 16, 16, 4),
+    (6, 1, 24, 20, 16),
+    (2, 2, 64, 64, 1),
+    (12, 2, 128, 128, 16),
+    (4, 1, 256, 256, 16),
+    (32, 1, 64, 64, 16),
+]
 
 
 def on_cuda(family: str = "llama", dtype: torch.dtype = torch.float32, **config: Any) -> Any:
@@ -34,15 +42,13 @@ def paged(rows: int, longest: int, size: int, heads: int, key_dim: int, value_di
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 1, 5, 70])
 @pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "key_dim", "value_dim", "size"),
-    [(4, 2, 16, 16, 4), (6, 1, 24, 20, 16), (2, 2, 64, 64, 1), (12, 2, 128, 128, 16), (4, 1, 256, 256, 16), (32, 1, 64, 64, 16)],
-)  # fmt: skip
+@pytest.mark.parametrize("shape", SHAPES)
 def test_decode_kernel_equals_gathered_attention(
-    dtype: torch.dtype, window: int | None, softcap: float | None, heads: int, kv_heads: int, key_dim: int, value_dim: int, size: int
-) -> None:  # fmt: skip
+    dtype: torch.dtype, window: int | None, softcap: float | None, shape: tuple[int, int, int, int, int]
+) -> None:
     from verl.rollout.native.triton_decode import paged_decode
 
+    heads, kv_heads, key_dim, value_dim, size = shape
     torch.manual_seed(0)
     positions = [0, 1, 15, 16, 63, 64, 130]
     tables, keys, values = paged(len(positions), 131, size, kv_heads, key_dim, value_dim, dtype)
