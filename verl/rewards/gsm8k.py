@@ -42,9 +42,8 @@ def gsm8k(
 
 def marked_number(response: str) -> tuple[bool, Number | None]:
     """Whether a "####" is followed by something like a number, and the value after the last such one (or None)."""
-    found, answer = False, None
-    for marker in _MARKER.finditer(response):
-        is_number, value = number_at(response, marker.end())
-        if is_number:
-            found, answer = True, value
-    return found, answer
+    for end in reversed([marker.end() for marker in _MARKER.finditer(response)]):
+        found, value = number_at(response, end)
+        if found:
+            return True, value
+    return False, None

@@ -45,7 +45,7 @@ class RewardRunner:
 
     reward  a callable; a name from REWARDS, "file.py:function" or "package.module:function"; a RewardConfig that has
             one of those; or a reward model (anything with ``score_items``)
-    config  time limit, workers, what failures do; left out where ``reward`` is a RewardConfig
+    config  time limit, workers, what failures do; not needed where ``reward`` is a RewardConfig
 
     Usable from any thread, and a context manager. Raises ConfigError when no reward, or more than one, is given.
     """
@@ -54,8 +54,8 @@ class RewardRunner:
         self, reward: Callable[..., Any] | str | RewardConfig | ScoresItems | None, config: RewardConfig | None = None
     ) -> None:
         if isinstance(reward, RewardConfig):
-            if config is not None:
-                raise ConfigError("the reward is a RewardConfig already: don't give a second one")
+            if config not in (None, reward):
+                raise ConfigError("the reward is a RewardConfig already: don't give another one")
             reward, config = None, reward
         self.config = config or RewardConfig()
         self.counts = RewardCounts()

@@ -64,16 +64,15 @@ def _home_outside_reach(function: Any) -> Any:
     function = getattr(function, "__func__", function)
     name = getattr(function, "__module__", None) or type(function).__module__
     module = sys.modules.get(name)
-    if module is None or name == "__main__" or _found_file(name) == getattr(module, "__file__", None):
+    if module is None or name == "__main__" or _is_found(name, getattr(module, "__file__", None)):
         return None
     return module
 
 
-def _found_file(name: str) -> str | None:
+def _is_found(name: str, file: str | None) -> bool:
+    """Whether importing ``name`` afresh would run ``file`` (a built-in module has none)."""
     package = name.rpartition(".")[0]
     path = getattr(sys.modules.get(package), "__path__", None) if package else None
-    for finder in sys.meta_path:
-        spec = finder.find_spec(name, path)
-        if spec is not None:
-            return spec.origin
-    return None
+    specs = (finder.find_spec(name, path) for finder in sys.meta_path)
+    spec = next((spec for spec in specs if spec is not None), None)
+    return spec is not None and file in (None, spec.origin)
