@@ -31,3 +31,8 @@ def test_reward(response: str, score: float) -> None:
 def test_reward_is_exact_by_default() -> None:
     assert number("so 0.30", 0.3) == 1
     assert number("so 0.3000001", 0.3) == 0
+
+
+def test_tolerance_includes_its_own_size() -> None:
+    assert number("3.3", 3, tolerance=0.3) == 1
+    assert number("3.31", 3, tolerance=0.3) == 0

@@ -50,7 +50,7 @@ class Number:
             allowed.append(other.value * 100)
         elif other.is_percent and not self.is_percent:
             allowed.append(other.value / 100)
-        return any(abs(self.value - value) <= Fraction(tolerance) for value in allowed)
+        return any(abs(self.value - value) <= Fraction(str(tolerance)) for value in allowed)
 
 
 def number_at(text: str, start: int = 0) -> tuple[bool, Number | None]:
