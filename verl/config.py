@@ -6,7 +6,7 @@ twice in one place is an error. Nothing is filled in silently: the effective con
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from verl.common.errors import ConfigError, UnknownName
-from verl.trainer.sections import OnPolicyRun, build_run
+from verl.trainer.sections import OnPolicyRun
 
 
 def load_config(source: str | Path, overrides: Sequence[str] = ()) -> OnPolicyRun:
@@ -25,7 +25,7 @@ def load_config(source: str | Path, overrides: Sequence[str] = ()) -> OnPolicyRu
     Raises ConfigError with every problem found: unknown, misplaced, missing or repeated keys, wrong types,
     sizes that can't be together.
     """
-    return build_run(OnPolicyRun, read_sections(source, overrides))
+    return OnPolicyRun.parse(read_sections(source, overrides))
 
 
 def read_sections(source: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -48,13 +48,6 @@ def read_sections(source: str | Path, overrides: Sequence[str] = ()) -> dict[str
 def recipes() -> dict[str, Path]:
     """Built-in recipes by name."""
     return {Path(str(f)).stem: Path(str(f)) for f in files("verl").joinpath("recipes").iterdir() if str(f).endswith(".yaml")}
-
-
-def save_config(config: OnPolicyRun, path: Path) -> None:
-    """Write the effective config, defaults included, as YAML that ``load_config`` reads back."""
-    from verl.common.files import write_text
-
-    write_text(path, OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json"))))
 
 
 def _read(source: str | Path) -> tuple[str, str]:
@@ -88,6 +81,3 @@ def _overrides(words: Sequence[str]) -> DictConfig:
         raise ConfigError(f"an override can't be read: {error}") from error
 
 
-def section_names() -> Mapping[str, str]:
-    """Sections of a run and what each is for."""
-    return {name: field.description or "" for name, field in OnPolicyRun.model_fields.items()}

@@ -76,15 +76,19 @@ class TrainingEngine(Engine):
         """
         self.network.module.train()
         metrics = MetricSums()
-        total = torch.zeros((), device=self.device)
+        total, tokens = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
         for part in self._micro_batches(batch):
             outputs = _padded(self.network(pack(part, self.device), entropy), part)
-            loss = loss_function(outputs, _columns(part, self.device))
+            columns = _columns(part, self.device)
+            loss = loss_function(outputs, columns)
             if loss.sum.requires_grad:
                 loss.sum.backward()  # type: ignore[no-untyped-call]
             total = total + loss.count
+            tokens = tokens + columns["response_mask"].sum()
             metrics.update(loss.metrics)
-        grad_norm, is_applied = self._step(float(Loss.divisor(total)), lr)
+        has_tokens = bool(tokens)  # a count of 0 is no sign: a plain sum has none
+        grad_norm, is_applied = self._step(float(Loss.divisor(total)), lr) if has_tokens else (0.0, True)
+        self.optimizer.zero_grad()
         metrics.add_mean(f"{self.label}/grad_norm", grad_norm, 1)
         metrics.add_mean(f"{self.label}/lr", lr, 1)
         metrics.add_sum(f"{self.label}/skipped_updates/sum", float(not is_applied))
@@ -97,8 +101,6 @@ class TrainingEngine(Engine):
     def _step(self, divisor: float, lr: float) -> tuple[float, bool]:
         """Divide the gradient, clip, apply. Returns the norm before clipping and whether the update was applied."""
         gradients = self.masters.gradients()
-        if not gradients:
-            return 0.0, True
         torch._foreach_div_(gradients, divisor)
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
         grad_norm = float(norm)
@@ -112,7 +114,6 @@ class TrainingEngine(Engine):
             self.optimizer.step()
             self.masters.publish()
             self.has_unsynced_update = True
-        self.optimizer.zero_grad()
         return grad_norm, is_finite
 
 

@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from verl.algorithms import ALGORITHMS
 from verl.algorithms.base import Algorithm
 from verl.common.errors import ConfigError
 from verl.common.seeding import seed_everything
 from verl.data.loader import PromptLoader
-from verl.data.prompts import PromptDataset, load_prompts
+from verl.data.prompts import PromptDataset, load_prompts, shared_prompts
 from verl.engines.base import Engine, TrainingEngine
 from verl.hybrid_engine.colocated import SharedWeights
 from verl.models.causal_lm import CausalLM
@@ -28,7 +29,7 @@ from verl.models.networks import PolicyNetwork, ValueNetwork
 from verl.observe.flops import ModelShape
 from verl.rewards.runner import RewardRunner
 from verl.rollout import ROLLOUT_ENGINES
-from verl.trainer.sections import OnPolicyRun, build_run
+from verl.trainer.sections import OnPolicyRun
 from verl.workers.reference import Reference
 from verl.workers.rollout import Rollout
 from verl.workers.trained import Actor, Critic, TrainedRole
@@ -103,11 +104,12 @@ def sections_of(
         given.reward = reward_section.pop("function")
     keys = {"model": model_keys, "data": data_keys, "reward": reward_section, "algorithm": algorithm, **sections}
     keys.setdefault("rollout", {"name": "native"})
-    return build_run(OnPolicyRun, keys), given
+    return OnPolicyRun.parse(keys), given
 
 
 def assemble(config: OnPolicyRun, given: Given) -> Parts:
     """Load data before the model: the cheap errors first."""
+    disable_progress_bar()  # transformers' own bars would tear the run's
     device = pick_device(config.trainer.device)
     seed_everything(config.trainer.seed)
     tokenizer = given.tokenizer or load_tokenizer(config.model)
@@ -132,7 +134,7 @@ def assemble(config: OnPolicyRun, given: Given) -> Parts:
             config.trainer.prompts_per_step,
             seed=config.trainer.seed,
             shuffle=config.data.shuffle,
-            epochs=_epochs(config),
+            epochs=config.trainer.epochs if config.trainer.total_steps is None else None,
         ),
         rewards=rewards,
         algorithm=algorithm,
@@ -162,7 +164,10 @@ def load_data(
     if data.val is None:
         return train, None
     source = data.val if given.val is None else given.val
-    return train, load_prompts(source, data, tokenizer, key="data.val", max_rows=data.max_val_rows)
+    val = load_prompts(source, data, tokenizer, key="data.val", max_rows=data.max_val_rows)
+    if shared := shared_prompts(train, val):
+        log.warning("%d of %d validation prompts are training prompts too, such as row %d", len(shared), len(val), shared[0])
+    return train, val
 
 
 def _passes(parts: Parts, reference: Reference | None) -> list[Any]:
@@ -205,12 +210,6 @@ def _reference(config: OnPolicyRun, module: PreTrainedModel, device: torch.devic
 def _rollout_engine(config: OnPolicyRun, lm: CausalLM, tokenizer: PreTrainedTokenizerBase) -> Any:
     build: Callable[..., Any] = ROLLOUT_ENGINES.load(config.rollout.name)
     return build(lm, tokenizer, config.rollout, eos_token_ids(lm.module, tokenizer))
-
-
-def _epochs(config: OnPolicyRun) -> int | None:
-    if config.trainer.total_steps is not None:
-        return None
-    return config.trainer.epochs or 1
 
 
 def _is_named(value: Any) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from verl.batch import Batch
+from verl.common.files import write_text
 from verl.observe.metrics import VALIDATION
 from verl.observe.trackers import TrackedRun, Trackers, open_trackers
 from verl.trainer.resume import save
@@ -42,7 +43,20 @@ class Callback(Protocol):
 
 def default_callbacks(trainer: PPOTrainer) -> list[Callback]:
     """What the config asks for, in order."""
-    return [Validate(), WriteRollouts(), Track(), Checkpoint()]
+    return [SaveConfig(), Validate(), WriteRollouts(), Track(), Checkpoint()]
+
+
+class SaveConfig:
+    """The effective config beside what it makes."""
+
+    def on_start(self, trainer: PPOTrainer) -> None:
+        write_text(trainer.config.trainer.output_dir / "config.yaml", trainer.config.as_yaml())
+
+    def on_step(self, trainer: PPOTrainer, batch: Batch, metrics: dict[str, float]) -> None:
+        pass
+
+    def on_end(self, trainer: PPOTrainer) -> None:
+        pass
 
 
 class Validate:
@@ -105,7 +119,7 @@ class Track:
                 folder=trainer.config.trainer.output_dir,
                 total_steps=trainer.total_steps,
                 track=trainer.config.track,
-                resumed_step=trainer.steps_done or None,
+                resumed_step=trainer.steps_done if trainer.is_resumed else None,
                 config=trainer.config.model_dump(mode="json"),
             )
         )

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from omegaconf import OmegaConf
-
 from verl.models.loading import load_tokenizer
 from verl.observe.report import print_report
 from verl.trainer.assembly import Given, load_data
@@ -29,7 +27,7 @@ def plan(config: OnPolicyRun) -> str:
     ]
     if val is not None:
         lines.insert(1, f"val: {val.report.summary()}")
-    return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json"))) + "\n".join(f"# {line}" for line in lines)
+    return config.as_yaml() + "\n".join(f"# {line}" for line in lines)
 
 
 def train_run(config: OnPolicyRun) -> int:

@@ -7,18 +7,21 @@ saving and profiling are callbacks outside the loop.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from verl.batch import Batch
 from verl.common.errors import ConfigError, RunIncomplete
+from verl.observe.memory import reset_peak_memory
 from verl.observe.metrics import PhaseTimer
+from verl.observe.profiler import ProfileConfig, StepProfiler
 from verl.trainer.assembly import Given, Parts, assemble, sections_of
 from verl.trainer.callbacks import Callback, default_callbacks
 from verl.trainer.interrupts import Interrupted, Interrupts
 from verl.trainer.measures import describe_responses, throughput
-from verl.trainer.resume import refuse_existing, restore
+from verl.trainer.resume import holds_run, refuse_existing, restore
 from verl.trainer.scoring import score
 from verl.trainer.sections import OnPolicyRun
 
@@ -78,23 +81,25 @@ class PPOTrainer:
         self.config = config
         self.parts: Parts = assemble(config, given)
         self.steps_done = 0
+        self.is_resumed = holds_run(config.trainer)
         self.metrics: dict[str, float] = {}
         self.interrupts = Interrupts()
         self.callbacks = default_callbacks(self) if callbacks is None else callbacks
         self._asked = 0
+        self.profiler = StepProfiler(ProfileConfig(), config.trainer.output_dir, rank=0, total_steps=1)
         restore(self)
 
     @property
     def total_steps(self) -> int:
         """Steps of the whole run: what ``run`` was asked for, else what the config says."""
-        total = self._asked or self.config.trainer.total_steps or self.parts.loader.num_batches
-        assert total is not None, "without total_steps the loader has finite epochs"
-        return total
+        one_epoch = math.ceil(len(self.parts.train) / self.config.trainer.prompts_per_step)
+        return self._asked or self.config.trainer.total_steps or self.parts.loader.num_batches or one_epoch
 
     def step(self) -> dict[str, float]:
         """One step of the loop. Returns its metrics."""
         parts, number, timer = self.parts, self.steps_done + 1, PhaseTimer()
-        with timer.phase("step"):
+        reset_peak_memory(parts.device)
+        with self.profiler.step(number), timer.phase("step"):
             prompts = parts.loader.batch(self.steps_done)
             parts.weights.check()
             with timer.phase("generate"):
@@ -151,6 +156,8 @@ class PPOTrainer:
         self.parts.rewards.close()
 
     def _start(self) -> None:
+        folder = self.config.trainer.output_dir
+        self.profiler = StepProfiler(self.config.profile, folder / "traces", rank=0, total_steps=self.total_steps)
         for callback in self.callbacks:
             callback.on_start(self)
 

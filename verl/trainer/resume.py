@@ -33,11 +33,17 @@ _FREE = ("trainer.", "track.", "validation.", "profile.")
 """Keys that change what is made or shown, not what was learnt; of ``trainer`` all but the three below."""
 _CURVE = ("trainer.seed", "trainer.prompts_per_step", "trainer.group_size")
 _CRITIC = "critic.safetensors"
+_TRACES_OF_A_RUN = ("checkpoints", "metrics.jsonl")
+
+
+def holds_run(config: TrainerConfig) -> bool:
+    """Whether the run directory already holds steps of a run."""
+    return any((config.output_dir / name).exists() for name in _TRACES_OF_A_RUN)
 
 
 def refuse_existing(config: TrainerConfig) -> None:
     """Raise ConfigError when ``trainer.resume=never`` and the run directory already holds a run."""
-    found = [name for name in ("checkpoints", "metrics.jsonl") if (config.output_dir / name).exists()]
+    found = [name for name in _TRACES_OF_A_RUN if (config.output_dir / name).exists()]
     if config.resume == "never" and found:
         raise ConfigError(
             f"trainer.output_dir={str(config.output_dir)!r} holds a run ({', '.join(found)}) and trainer.resume is "
@@ -61,6 +67,7 @@ def save(trainer: PPOTrainer) -> Path:
         "policy_version": parts.weights.version,
         "algorithm": parts.algorithm.state_dict(),
         "config": config.model_dump(mode="json"),
+        "train_fingerprint": parts.train.fingerprint,
     }
     store = CheckpointStore(config.trainer.output_dir, config.trainer.keep_checkpoints)
     return store.save(trainer.steps_done, writers, state)
@@ -79,6 +86,8 @@ def restore(trainer: PPOTrainer) -> None:
         return
     _check_config(checkpoint.state["config"], config.model_dump(mode="json"), checkpoint.path)
     parts = trainer.parts
+    if checkpoint.state["train_fingerprint"] != parts.train.fingerprint:
+        log.warning("data.train holds other rows than when %s was saved: not the same curve", checkpoint.path)
     _load_model(parts.module, checkpoint.part("actor/model"))
     _load_optimizer(checkpoint.part("actor/optimizer"), parts.actor.engine)
     if parts.critic is not None:

@@ -1,7 +1,7 @@
 """The sections of an on-policy run and the checks that need two of them.
 
-``PPOTrainer(**sections)`` and a YAML file with the same names go through ``OnPolicyRun``: what one refuses the other
-refuses too, before a model is loaded. (``config.py`` reads the files; the sections stand here because the Python
+``PPOTrainer(**sections)`` and a YAML file with the same names go through ``OnPolicyRun.parse``: what one refuses the
+other refuses too, before a model is loaded. (``config.py`` reads the files; the sections stand here because the Python
 entry may not import it.)
 """
 
@@ -13,13 +13,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, SerializeAsAny, ValidationError, field_validator, model_validator
-from pydantic_core import ErrorDetails
+from omegaconf import OmegaConf
+from pydantic import Field, SerializeAsAny, field_validator, model_validator
 from typing_extensions import Self
 
 from verl.algorithms import ALGORITHMS
 from verl.algorithms.base import AlgorithmConfig
-from verl.common.errors import ConfigError, did_you_mean
 from verl.common.section import Section
 from verl.data.config import DataConfig
 from verl.engines.config import EngineConfig, TrainedConfig
@@ -113,11 +112,15 @@ class OnPolicyRun(Section):
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Self:
-        for message in _conflicts(self):
-            raise ValueError(message)
+        if conflicts := _conflicts(self):
+            raise ValueError("\n".join(conflicts))
         for message in self.ineffective_keys():
             log.warning(message)
         return self
+
+    def as_yaml(self) -> str:
+        """The effective config, defaults included, as YAML that reads back as the same config."""
+        return OmegaConf.to_yaml(OmegaConf.create(self.model_dump(mode="json")))
 
     def ineffective_keys(self) -> list[str]:
         """One line for each key that the user set and that changes nothing in this run."""
@@ -134,17 +137,6 @@ class OnPolicyRun(Section):
             if role.optim.is_set("min_lr_frac") and role.optim.schedule == "constant":
                 lines.append(f"{name}.optim.min_lr_frac: needs {name}.optim.schedule linear or cosine")
         return [f"key without effect: {line}" for line in lines]
-
-
-def build_run(kind: type[OnPolicyRun], sections: Mapping[str, Any]) -> OnPolicyRun:
-    """``kind(**sections)`` with every problem reported at once, each with its key, its value and the nearest key.
-
-    Raises ConfigError.
-    """
-    try:
-        return kind(**sections)
-    except ValidationError as error:
-        raise ConfigError("\n".join(explain(problem, kind) for problem in error.errors())) from None
 
 
 def _conflicts(run: OnPolicyRun) -> list[str]:
@@ -184,50 +176,4 @@ def _variant(value: Any, registry: Any, section: str) -> Any:
         return value
     if "name" not in value:
         raise ValueError(f"{section}.name is missing. Known: {', '.join(sorted(registry))}")
-    variant: type[Section] = registry.load(str(value["name"])).Config
-    try:
-        return variant(**value)
-    except ValidationError as error:
-        raise _VariantError(section, variant, error) from None
-
-
-class _VariantError(ValueError):
-    """Carries the errors of a section whose class is chosen by name out through pydantic."""
-
-    def __init__(self, section: str, kind: type[Section], error: ValidationError) -> None:
-        super().__init__(str(error))
-        self.lines = [explain(problem, kind, section) for problem in error.errors()]
-
-
-def explain(problem: ErrorDetails, kind: type[Section], prefix: str = "") -> str:
-    """One validation error of ``kind`` as a sentence: key, value, nearest key; ``prefix`` is where ``kind`` stands."""
-    cause = problem.get("ctx", {}).get("error")
-    if isinstance(cause, _VariantError):
-        return "\n".join(cause.lines)
-    inner = ".".join(str(part) for part in problem["loc"])
-    key = ".".join(filter(None, (prefix, inner)))
-    if problem["type"] == "extra_forbidden":
-        return _unknown_key(kind, inner, prefix)
-    if problem["type"] == "missing":
-        return f"key {key!r} is missing"
-    message = problem["msg"].removeprefix("Value error, ")
-    is_whole_section = not inner or _fields(kind, inner)
-    return message if is_whole_section else f"key {key!r}: {message}, got {problem['input']!r}"
-
-
-def _unknown_key(kind: type[Section], inner: str, prefix: str) -> str:
-    parent, _, name = inner.rpartition(".")
-    section = ".".join(filter(None, (prefix, parent))) or "the top level"
-    fields = _fields(kind, parent)
-    known = did_you_mean(name, fields) or f". Known: {', '.join(sorted(fields))}"
-    elsewhere = [s for s in OnPolicyRun.model_fields if s != section and name in _fields(OnPolicyRun, s)]
-    hint = f" ({name!r} is a key of {', '.join(elsewhere)})" if elsewhere else ""
-    return f"unknown key {name!r} in {section}{known}{hint}"
-
-
-def _fields(kind: type[Section], path: str) -> list[str]:
-    current: Any = kind
-    for part in filter(None, path.split(".")):
-        field = getattr(current, "model_fields", {}).get(part)
-        current = field.annotation if field is not None else None
-    return list(getattr(current, "model_fields", {}))
+    return registry.load(str(value["name"])).Config.parse(value)
