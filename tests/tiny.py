@@ -18,7 +18,7 @@ _COMMON = {
     "max_position_embeddings": 256,
 }
 FAMILIES: dict[str, dict[str, object]] = {
-    "gpt2": {"n_embd": 32, "n_head": 2, "n_layer": 2, "n_positions": 256, "resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0},
+    "gpt2": {"n_embd": 32, "n_head": 2, "n_layer": 2, "n_positions": 256},
     "llama": _COMMON,
     "qwen2": _COMMON,
     "qwen3": {**_COMMON, "head_dim": 16},

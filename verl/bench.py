@@ -45,7 +45,7 @@ DEFAULTS = {
 
 
 def measure_step(overrides: Sequence[str], steps: int) -> dict[str, Any]:
-    """Medians over ``steps`` GRPO steps, after one that isn't counted, on prompts of exactly ``data.max_prompt_tokens``.
+    """Medians over ``steps`` GRPO steps, after one uncounted, on prompts of exactly ``data.max_prompt_tokens``.
 
     overrides  ``key.path=value`` words over ``DEFAULTS``, such as model.scratch.hidden_size=1536
     Returns metrics by their usual names and, under ``setting``, what was run on what.
@@ -55,7 +55,9 @@ def measure_step(overrides: Sequence[str], steps: int) -> dict[str, Any]:
     sections: Any = OmegaConf.to_container(OmegaConf.merge(DEFAULTS, OmegaConf.from_dotlist(list(overrides))))
     with tempfile.TemporaryDirectory(prefix="verl-bench-") as folder:
         sections["trainer"]["output_dir"] = folder
-        trainer = PPOTrainer(**sections | {"data": sections["data"] | {"train": _prompts(sections)}}, reward=_reward, callbacks=[])
+        trainer = PPOTrainer(
+            **sections | {"data": sections["data"] | {"train": _prompts(sections)}}, reward=_reward, callbacks=[]
+        )
         rows = []
         for _ in range(steps + 1):
             rows.append(trainer.step())
@@ -71,13 +73,18 @@ def measure_step(overrides: Sequence[str], steps: int) -> dict[str, Any]:
 def step_lines(found: dict[str, Any]) -> list[str]:
     """One aligned line a figure."""
     flat = {**found["setting"], **{k: v for k, v in found.items() if k != "setting"}}
-    return [f"{name:<34} {value:,.4g}" if isinstance(value, float) else f"{name:<34} {value}" for name, value in flat.items()]
+    return [
+        f"{name:<34} {value:,.4g}" if isinstance(value, float) else f"{name:<34} {value}"
+        for name, value in flat.items()
+    ]
 
 
 def _setting(trainer: PPOTrainer, steps: int) -> dict[str, Any]:
     device = trainer.parts.device
     return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads",
+        "device": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"cpu, {torch.get_num_threads()} threads",
         "verl": verl.__version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,

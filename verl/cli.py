@@ -9,7 +9,7 @@ import json
 import logging
 import sys
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -38,8 +38,10 @@ PromptKey = Annotated[str, typer.Option("--prompt-key", help="Column that holds 
 @app.command()
 def train(
     config: Annotated[str, typer.Argument(help="YAML file, or the name of a built-in recipe such as quickstart.")],
-    overrides: Annotated[Optional[list[str]], typer.Argument(help="key.path=value …, over the file.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check config and data, print the plan, train nothing.")] = False,
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.path=value …, over the file.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check config and data, print the plan, train nothing.")
+    ] = False,
 ) -> None:
     """Train with the algorithm that the config names."""
     from verl.config import load_config
@@ -64,7 +66,9 @@ def generate(
     top_k: Annotated[int, typer.Option("--top-k", help="0 keeps all tokens.")] = 0,
     top_p: Annotated[float, typer.Option("--top-p", help="1 keeps all tokens.")] = 1.0,
     min_p: Annotated[float, typer.Option("--min-p", help="0 keeps all tokens.")] = 0.0,
-    stop: Annotated[Optional[list[str]], typer.Option("--stop", help="String that ends a response; may be repeated.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option("--stop", help="String that ends a response; may be repeated.")
+    ] = None,
     prompt_key: PromptKey = "prompt",
     device: Device = "auto",
 ) -> None:
@@ -73,7 +77,12 @@ def generate(
     from verl.trainer.inference import generate_file, load_sampler
 
     sampling = SamplingParams(
-        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, stop=tuple(stop or ())
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        stop=tuple(stop or ()),
     )
     sampler = load_sampler(model, device=device, seed=seed)
     rows = generate_file(sampler, prompts, out, sampling, num_samples=num_samples, seed=seed, prompt_key=prompt_key)
@@ -90,11 +99,15 @@ def evaluate(
     num_samples: NumSamples = 1,
     seed: Seed = 0,
     prompt_key: PromptKey = "prompt",
-    ground_truth_key: Annotated[str, typer.Option("--ground-truth-key", help="Column that holds the answer.")] = "ground_truth",
-    max_rows: Annotated[Optional[int], typer.Option("--max-rows", help="Rows to use; default all.")] = None,
-    system_prompt: Annotated[Optional[str], typer.Option("--system-prompt", help="System message before each prompt.")] = None,
+    ground_truth_key: Annotated[
+        str, typer.Option("--ground-truth-key", help="Column that holds the answer.")
+    ] = "ground_truth",
+    max_rows: Annotated[int | None, typer.Option("--max-rows", help="Rows to use; default all.")] = None,
+    system_prompt: Annotated[
+        str | None, typer.Option("--system-prompt", help="System message before each prompt.")
+    ] = None,
     passing: Annotated[float, typer.Option("--passing", help="Least score that counts as solved.")] = 1.0,
-    out: Annotated[Optional[Path], typer.Option("--out", help="jsonl file for the scored responses.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="jsonl file for the scored responses.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the metrics as JSON.")] = False,
     device: Device = "auto",
 ) -> None:
@@ -117,7 +130,9 @@ def evaluate(
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="Run directory, checkpoint folder or model folder.")],
     target: Annotated[Path, typer.Argument(help="Folder to make.")],
-    dtype: Annotated[Optional[str], typer.Option("--dtype", help="float32, bfloat16 or float16; default as saved.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; default as saved.")
+    ] = None,
 ) -> None:
     """Write a folder that plain transformers loads."""
     from verl.trainer.export import export_checkpoint
@@ -137,7 +152,7 @@ def report(
 
 @bench_app.command(name="step")
 def bench_step(
-    overrides: Annotated[Optional[list[str]], typer.Argument(help="key.path=value …, over the bench's defaults.")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.path=value …, over the bench's defaults.")] = None,
     steps: Annotated[int, typer.Option("--steps", help="Steps measured, after one that isn't.")] = 2,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

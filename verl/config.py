@@ -29,10 +29,14 @@ def load_config(source: str | Path, overrides: Sequence[str] = ()) -> OnPolicyRu
 
 
 def read_sections(source: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """The plain nested mapping, before it is validated."""
-    text, origin = _read(source)
+    """The plain nested mapping, before it is validated. ``${here:}`` in it is the folder of the file itself."""
+    path = _find(source)
+    origin = str(path)
+    OmegaConf.register_new_resolver("here", lambda: str(path.resolve().parent), replace=True)
     try:
-        loaded = OmegaConf.create(text)
+        loaded = OmegaConf.create(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {origin!r} can't be read: {error}") from error
     except (YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{origin} is no valid YAML: {error}") from error
     if not isinstance(loaded, DictConfig):
@@ -47,20 +51,19 @@ def read_sections(source: str | Path, overrides: Sequence[str] = ()) -> dict[str
 
 def recipes() -> dict[str, Path]:
     """Built-in recipes by name."""
-    return {Path(str(f)).stem: Path(str(f)) for f in files("verl").joinpath("recipes").iterdir() if str(f).endswith(".yaml")}
+    return {
+        Path(str(f)).stem: Path(str(f)) for f in files("verl").joinpath("recipes").iterdir() if str(f).endswith(".yaml")
+    }
 
 
-def _read(source: str | Path) -> tuple[str, str]:
+def _find(source: str | Path) -> Path:
     path = Path(source)
-    if not path.suffix and not path.exists():
-        known = recipes()
-        if str(source) not in known:
-            raise UnknownName("recipe (or config file)", str(source), known)
-        path = known[str(source)]
-    try:
-        return path.read_text(encoding="utf-8"), str(path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {str(path)!r} can't be read: {error}") from error
+    if path.suffix or path.exists():
+        return path
+    known = recipes()
+    if str(source) not in known:
+        raise UnknownName("recipe (or config file)", str(source), known)
+    return known[str(source)]
 
 
 def _overrides(words: Sequence[str]) -> DictConfig:
@@ -79,5 +82,3 @@ def _overrides(words: Sequence[str]) -> DictConfig:
         return OmegaConf.from_dotlist(list(words))
     except (YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"an override can't be read: {error}") from error
-
-

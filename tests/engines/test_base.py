@@ -68,7 +68,9 @@ def test_micro_batch_cut_changes_nothing(aggregation: str) -> None:
     for budget in (1000, 14, 11):
         engine = training_engine(max_tokens_per_micro_batch=budget)
         metrics = engine.update(batch, grpo_loss(loss_aggregation=aggregation), lr=1e-3).result()
-        seen.append((metrics["actor/grad_norm"], metrics["actor/policy_loss"], metrics["actor/entropy"], weights(engine)))
+        seen.append(
+            (metrics["actor/grad_norm"], metrics["actor/policy_loss"], metrics["actor/entropy"], weights(engine))
+        )
     for norm, loss, entropy, after in seen[1:]:
         assert norm == pytest.approx(seen[0][0], rel=1e-5)
         assert loss == pytest.approx(seen[0][1], rel=1e-4, abs=1e-7)

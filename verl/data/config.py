@@ -56,6 +56,9 @@ class DataConfig(Section):
     """What becomes of a longer one. ``drop``: left out, counted and named. ``error``: the run doesn't start.
     ``left``: cut on the left, so that the last ``max_prompt_tokens`` ids stay. ``right``: the first ones stay."""
 
+    exclude_val: bool = False
+    """Leave training rows out whose prompt is also in ``val``, so that validation is on unseen prompts."""
+
     shuffle: bool = True
     """Whether each epoch visits the training rows in an order of its own; otherwise in the order of the files."""
 

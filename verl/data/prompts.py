@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, overload
 
@@ -97,6 +97,16 @@ class PromptDataset(Sequence[PromptRow]):
     def __getitem__(self, index: slice) -> tuple[PromptRow, ...]: ...
     def __getitem__(self, index: int | slice) -> PromptRow | tuple[PromptRow, ...]:
         return self._rows[index]
+
+    def without(self, held_out: Sequence[PromptRow]) -> PromptDataset:
+        """These rows less those whose ids are a prompt of ``held_out``. Raises DataError when nothing is left."""
+        taken = {row.prompt_ids for row in held_out}
+        kept = [row for row in self._rows if row.prompt_ids not in taken]
+        if not kept:
+            raise DataError(f"all {len(self)} rows of data.train are in data.val too (data.exclude_val)")
+        out = tuple(Incident(row.row_id, row.source, "is in data.val") for row in self._rows if row.prompt_ids in taken)
+        dropped = {**self.report.dropped, "also in data.val": out} if out else self.report.dropped
+        return PromptDataset(kept, replace(self.report, rows_kept=len(kept), dropped=dropped))
 
     @cached_property
     def fingerprint(self) -> str:

@@ -82,7 +82,7 @@ class TrainingEngine(Engine):
             columns = _columns(part, self.device)
             loss = loss_function(outputs, columns)
             if loss.sum.requires_grad:
-                loss.sum.backward()  # type: ignore[no-untyped-call]
+                loss.sum.backward()
             total = total + loss.count
             tokens = tokens + columns["response_mask"].sum()
             metrics.update(loss.metrics)

@@ -170,7 +170,8 @@ def varlen(
     elif (groups := query.shape[1] // key.shape[1]) > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     q, k, v = query.contiguous(), key.contiguous(), value.contiguous()
-    out: Tensor = varlen_attn(q, k, v, query_offsets, key_offsets, max_query, max_key, **kwargs)
+    out = varlen_attn(q, k, v, query_offsets, key_offsets, max_query, max_key, **kwargs)
+    assert isinstance(out, Tensor)  # without the log-sum-exp, which wasn't asked for
     return out
 
 
@@ -185,7 +186,7 @@ def dense_causal(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     band = causal_band(length, window, query.device) if window is not None and window < length else None
     if softcap is None:
-        out = scaled_dot_product_attention(
+        out: Tensor = scaled_dot_product_attention(
             q, k, v, attn_mask=band, is_causal=band is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
     else:

@@ -27,7 +27,7 @@ class ModelConfig(Section):
     tokenizer: str | None = None
     """Folder or hub name of the tokenizer, or `chars:` and the characters of a character-level one. Default: `path`."""
     amp_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of weights and activations in compute; masters and moments are float32. auto: bfloat16 on CUDA, else float32."""
+    """Compute type; masters and moments are float32. auto: bfloat16 on CUDA, else float32."""
     trust_remote_code: bool = False
     """Allow the model folder to run its own Python code."""
 
@@ -78,16 +78,18 @@ def load_model(
     Raises ConfigError for a wrong description, DataError for a folder that isn't there or doesn't load.
     """
     if config.scratch is not None:
-        return _scratch_model(config.scratch, tokenizer, dtype).to(device)
+        scratch: PreTrainedModel = _scratch_model(config.scratch, tokenizer, dtype).to(device)
+        return scratch
     assert config.path is not None
     _must_exist(config.path, "model.path")
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             config.path, dtype=dtype, trust_remote_code=config.trust_remote_code
         )
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"model.path={config.path!r} doesn't load as a causal language model: {error}") from error
-    return model.to(device)
+    moved: PreTrainedModel = model.to(device)
+    return moved
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -115,9 +117,7 @@ def character_tokenizer(characters: str) -> PreTrainedTokenizerBase:
     return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>")
 
 
-def _scratch_model(
-    description: dict[str, Any], tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype
-) -> PreTrainedModel:
+def _scratch_model(description: dict[str, Any], tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> Any:
     keys = {
         "vocab_size": len(tokenizer),
         "pad_token_id": tokenizer.pad_token_id,
@@ -128,10 +128,9 @@ def _scratch_model(
     kind = keys.pop("model_type")
     try:
         config = AutoConfig.for_model(kind, **keys)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"model.scratch doesn't describe a {kind!r} model: {error}") from error
-    return model
 
 
 def _must_exist(source: str, key: str) -> None:

@@ -45,7 +45,10 @@ class PackedRows:
 class Network(Protocol):
     """A module and how to run it on packed rows."""
 
-    module: nn.Module
+    @property
+    def module(self) -> nn.Module:
+        """Holds the parameters."""
+        ...
 
     def __call__(self, rows: PackedRows, entropy: bool = False) -> dict[str, Tensor]:
         """Named outputs, each [M] float32."""

@@ -16,7 +16,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 def reset_peak_memory(device: torch.device) -> None:
     """Begin a new peak on a GPU. On the CPU there is nothing to do: its peak counts from the start of the process."""
-    if device.type == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # else nothing to reset
+    if device.type == "cuda" and torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats(device)
 
 

@@ -187,7 +187,7 @@ class _Recording:
 
     def __init__(self, *, memory: bool, communication: bool, stacks: bool) -> None:
         self._profile = torch.profiler.profile(
-            activities=list(torch.profiler.supported_activities()),  # type: ignore[no-untyped-call]
+            activities=list(torch.profiler.supported_activities()),
             record_shapes=True,
             profile_memory=memory,
             with_stack=stacks,
@@ -212,7 +212,7 @@ class _Recording:
         _Recording._active = None
         if self._recorder is not None:
             self._recorder.stop()
-        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()  # kernels still queued belong to the recording
         self._profile.stop()
 

@@ -9,7 +9,7 @@ import copy
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -62,7 +62,7 @@ class Parts:
     val: PromptDataset | None
     loader: PromptLoader
     rewards: RewardRunner
-    algorithm: Algorithm
+    algorithm: Algorithm[Any]
     rollout: Rollout
     actor: Actor
     critic: Critic | None
@@ -84,7 +84,8 @@ def sections_of(
     given = Given()
     model_keys = dict(model) if isinstance(model, Mapping) else {"path": model}
     if isinstance(model, torch.nn.Module):
-        given.model, model_keys = model, {"path": GIVEN}
+        given.model = cast(PreTrainedModel, model)
+        model_keys = {"path": GIVEN}
     if isinstance(tokenizer, str):
         model_keys["tokenizer"] = tokenizer
     elif tokenizer is not None:
@@ -165,8 +166,16 @@ def load_data(
         return train, None
     source = data.val if given.val is None else given.val
     val = load_prompts(source, data, tokenizer, key="data.val", max_rows=data.max_val_rows)
-    if shared := shared_prompts(train, val):
-        log.warning("%d of %d validation prompts are training prompts too, such as row %d", len(shared), len(val), shared[0])
+    if data.exclude_val:
+        train = train.without(val)
+    elif shared := shared_prompts(train, val):
+        log.warning(
+            "%d of %d validation prompts are training prompts too, such as row %d; data.exclude_val=true leaves them "
+            "out of training",
+            len(shared),
+            len(val),
+            shared[0],
+        )
     return train, val
 
 
@@ -188,17 +197,18 @@ def _policy_module(
 ) -> PreTrainedModel:
     dtype = compute_dtype(config.model.amp_dtype, device)
     if given.model is not None:
-        return given.model.to(device=device, dtype=dtype)
+        moved: PreTrainedModel = cast(Any, given.model).to(device=device, dtype=dtype)
+        return moved
     return load_model(config.model, tokenizer, device, dtype)
 
 
-def _actor(config: OnPolicyRun, lm: CausalLM, algorithm: Algorithm, device: torch.device) -> Actor:
+def _actor(config: OnPolicyRun, lm: CausalLM, algorithm: Algorithm[Any], device: torch.device) -> Actor:
     network = PolicyNetwork(lm, config.rollout.temperature)
     engine = TrainingEngine(network, config.actor, device, "actor")
     return Actor(engine, config.actor, algorithm, config.trainer.seed)
 
 
-def _critic(config: OnPolicyRun, module: PreTrainedModel, algorithm: Algorithm, device: torch.device) -> Critic:
+def _critic(config: OnPolicyRun, module: PreTrainedModel, algorithm: Algorithm[Any], device: torch.device) -> Critic:
     engine = TrainingEngine(ValueNetwork(module), config.critic, device, "critic")
     return Critic(engine, config.critic, algorithm, config.trainer.seed)
 

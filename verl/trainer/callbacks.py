@@ -85,9 +85,7 @@ class Validate:
         sampling = config.rollout.sampling(temperature=config.validation.temperature)
         rollout = Rollout(parts.rollout.engine, parts.tokenizer, sampling, config.validation.samples_per_prompt)
         rows = config.trainer.prompts_per_step * config.trainer.group_size
-        found = evaluate(
-            parts.val, rollout, parts.rewards, batch_rows=rows, seed=config.trainer.seed, passing=1.0
-        )
+        found = evaluate(parts.val, rollout, parts.rewards, batch_rows=rows, seed=config.trainer.seed, passing=1.0)
         write_rows(_run_file(trainer, "validation"), found.rows)
         return {f"{VALIDATION}{name}": value for name, value in found.metrics.items()}
 

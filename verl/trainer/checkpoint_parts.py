@@ -208,7 +208,7 @@ def _without_generation_config(module: PreTrainedModel) -> Iterator[None]:
     from transformers import GenerationConfig
 
     kept = module.generation_config
-    module.generation_config = None if kept is None else GenerationConfig()  # type: ignore[no-untyped-call]
+    module.generation_config = None if kept is None else GenerationConfig()
     try:
         yield
     finally:

@@ -42,7 +42,7 @@ def load_sampler(
     model: str, *, engine: str = "native", device: str = "auto", amp_dtype: str = "auto", seed: int = 0
 ) -> Sampler:
     """The model folder ``model`` behind a rollout engine with that engine's defaults."""
-    config = ModelConfig(path=model, amp_dtype=amp_dtype)  # type: ignore[arg-type]  # validated by the section
+    config = ModelConfig(path=model, amp_dtype=amp_dtype)
     where = pick_device(device)
     seed_everything(seed)
     tokenizer = load_tokenizer(config)
@@ -53,14 +53,23 @@ def load_sampler(
 
 
 def generate_file(
-    sampler: Sampler, prompts: Path, out: Path, sampling: SamplingParams, *, num_samples: int, seed: int, prompt_key: str
+    sampler: Sampler,
+    prompts: Path,
+    out: Path,
+    sampling: SamplingParams,
+    *,
+    num_samples: int,
+    seed: int,
+    prompt_key: str,
 ) -> int:
     """Sample ``num_samples`` responses to each row of ``prompts`` and write them to ``out``, whole or not at all.
 
     Rows hold row_id, sample, prompt_ids, response_ids, log_probs, finish_reason, text. Returns how many.
     """
     _at_least_one("num_samples", num_samples)
-    dataset = load_prompts(str(prompts), data_config(sampler, str(prompts), sampling, prompt_key, None), sampler.tokenizer)
+    dataset = load_prompts(
+        str(prompts), data_config(sampler, str(prompts), sampling, prompt_key, None), sampler.tokenizer
+    )
     requests = [
         Request(prompt_ids=row.prompt_ids, seed=derive_seed(seed, "generate", row.row_id, k), sampling=sampling)
         for row in dataset

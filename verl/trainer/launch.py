@@ -43,7 +43,7 @@ def train_run(config: OnPolicyRun) -> int:
     return result.exit_code
 
 
-class _log_file:  # noqa: N801  # used as a context manager
+class _log_file:  # used as a context manager
     """Copies this library's log lines to ``logs/run.log`` of the run."""
 
     def __init__(self, folder: Path) -> None:

@@ -165,8 +165,8 @@ class PPOTrainer:
         loader = self.parts.loader
         if loader.num_batches is not None and self.steps_done >= loader.num_batches:
             raise RunIncomplete(
-                f"the data end after step {loader.num_batches} of {self.total_steps}: raise trainer.epochs, or leave it "
-                f"out so that prompts repeat until trainer.total_steps"
+                f"the data end after step {loader.num_batches} of {self.total_steps}: raise trainer.epochs, or leave "
+                f"it out so that prompts repeat until trainer.total_steps"
             )
 
     def _measured(self, batch: Batch, metrics: dict[str, float], timings: dict[str, float]) -> dict[str, float]:

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from verl.common.errors import CheckpointError, ConfigError
 from verl.engines.base import TrainingEngine
-from verl.trainer.checkpoint import CheckpointStore, changed_keys
+from verl.trainer.checkpoint import JSON, CheckpointStore, changed_keys
 from verl.trainer.checkpoint_parts import load_optimizer, save_model, save_optimizer
 from verl.trainer.sections import TrainerConfig
 
@@ -63,7 +63,7 @@ def save(trainer: PPOTrainer) -> Path:
         critic = parts.critic.engine
         writers["critic/model"] = lambda folder: _save_weights(folder / _CRITIC, critic.network.module)
         writers["critic/optimizer"] = lambda folder: _save_optimizer(folder, critic)
-    state = {
+    state: dict[str, JSON] = {
         "policy_version": parts.weights.version,
         "algorithm": parts.algorithm.state_dict(),
         "config": config.model_dump(mode="json"),
@@ -109,7 +109,9 @@ def _check_config(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) ->
         )
     curve = {k: v for k, v in changed.items() if k in _CURVE or not k.startswith(_FREE)}
     if curve:
-        log.warning("resuming with other keys than the checkpoint was made with, so not the same curve: %s", _list(curve))
+        log.warning(
+            "resuming with other keys than the checkpoint was made with, so not the same curve: %s", _list(curve)
+        )
 
 
 def _list(changed: Mapping[str, tuple[Any, Any]]) -> str:

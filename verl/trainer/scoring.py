@@ -13,7 +13,8 @@ from verl.rewards.runner import RewardRunner
 def score(batch: Batch, rewards: RewardRunner) -> dict[str, float]:
     """Score every row. A failed row has score 0 and ``is_scored`` False: no algorithm learns from it.
 
-    Returns `reward/score/{mean,max,min,std}` over scored rows, `reward/failed` and a mean of each part.
+    Returns `reward/score/{mean,max,min,std}` over scored rows, `reward/{timeout,error,invalid}_count` of failures, and
+    a mean of each part.
     Raises RewardError when every row failed, with the first failure's text.
     """
     ids = {n: batch[f"{n}_ids"].split(batch.lengths(f"{n}_ids").tolist()) for n in ("prompt", "response")}
@@ -45,8 +46,9 @@ def _metrics(batch: Batch, results: list[RewardResult]) -> dict[str, float]:
         "reward/score/std": float(good.std(correction=0)),
         "reward/score/max": float(good.max()),
         "reward/score/min": float(good.min()),
-        "reward/failed": float(len(results) - len(good)),
     }
+    for kind in ("timeout", "error", "invalid"):
+        metrics[f"reward/{kind}_count"] = float(sum(r.failure == kind for r in results))
     parts: dict[str, list[float]] = {}
     for result in results:
         for name, value in result.parts.items():

@@ -108,7 +108,9 @@ class OnPolicyRun(Section):
     @field_validator("rollout", mode="before")
     @classmethod
     def _rollout_by_name(cls, value: Any) -> Any:
-        return _variant({"name": "native", **value} if isinstance(value, Mapping) else value, ROLLOUT_ENGINES, "rollout")
+        return _variant(
+            {"name": "native", **value} if isinstance(value, Mapping) else value, ROLLOUT_ENGINES, "rollout"
+        )
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Self:
@@ -133,8 +135,8 @@ class OnPolicyRun(Section):
             lines.append("validation: needs data.val")
         if self.trainer.is_set("epochs") and self.trainer.total_steps is not None:
             lines.append("trainer.epochs: trainer.total_steps is given and wins")
-        for name, role in (("actor", self.actor), ("critic", self.critic)):
-            if role.optim.is_set("min_lr_frac") and role.optim.schedule == "constant":
+        for name, trained in (("actor", self.actor), ("critic", self.critic)):
+            if trained.optim.is_set("min_lr_frac") and trained.optim.schedule == "constant":
                 lines.append(f"{name}.optim.min_lr_frac: needs {name}.optim.schedule linear or cosine")
         return [f"key without effect: {line}" for line in lines]
 

@@ -6,6 +6,7 @@ Thin glue: an engine does the passes, the algorithm gives the loss, this file sp
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ class TrainedRole:
     name: str
     writes: str
 
-    def __init__(self, engine: TrainingEngine, config: TrainedConfig, algorithm: Algorithm, seed: int) -> None:
+    def __init__(self, engine: TrainingEngine, config: TrainedConfig, algorithm: Algorithm[Any], seed: int) -> None:
         self.engine, self.config, self.algorithm, self.seed = engine, config, algorithm, seed
 
     def infer(self, batch: Batch) -> None:
