@@ -74,8 +74,9 @@ def generate(
 ) -> None:
     """Sample responses to a file of prompts."""
     from verl.rollout.base import SamplingParams
-    from verl.trainer.inference import generate_file, load_sampler
+    from verl.trainer.inference import generate_file, load_sampler, prepare_output
 
+    prepare_output(out)
     sampling = SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -112,15 +113,20 @@ def evaluate(
     device: Device = "auto",
 ) -> None:
     """Accuracy and pass@k of a model on a data set."""
+    from verl.rewards.config import RewardConfig
     from verl.rollout.base import SamplingParams
+    from verl.trainer.assembly import reward_keys
     from verl.trainer.callbacks import write_rows
-    from verl.trainer.inference import data_config, evaluate_model, load_sampler, summary_lines
+    from verl.trainer.inference import data_config, evaluate_model, load_sampler, prepare_output, summary_lines
 
+    scorer = RewardConfig.parse(reward_keys(reward), "reward")
+    if out is not None:
+        prepare_output(out)
     sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature)
     sampler = load_sampler(model, device=device, seed=seed)
     keys = {"max_train_rows": max_rows, "system_prompt": system_prompt}
     source = data_config(sampler, data, sampling, prompt_key, ground_truth_key, **keys)
-    found = evaluate_model(sampler, source, reward, sampling, num_samples=num_samples, seed=seed, passing=passing)
+    found = evaluate_model(sampler, source, scorer, sampling, num_samples=num_samples, seed=seed, passing=passing)
     if out is not None:
         write_rows(out, found.rows)
     typer.echo(json.dumps(found.metrics) if as_json else "\n".join(summary_lines(found)))

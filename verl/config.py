@@ -6,7 +6,7 @@ twice in one place is an error. Nothing is filled in silently: the effective con
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,37 @@ def load_config(source: str | Path, overrides: Sequence[str] = ()) -> OnPolicyRu
     Raises ConfigError with every problem found: unknown, misplaced, missing or repeated keys, wrong types,
     sizes that can't be together.
     """
-    return OnPolicyRun.parse(read_sections(source, overrides))
+    sections = read_sections(source, overrides)
+    missing = [f"missing: {line}" for path, line in _MUST_SAY.items() if not _says(sections, path)]
+    try:
+        run = OnPolicyRun.parse(sections)
+    except ConfigError as error:
+        raise ConfigError("\n".join([*missing, str(error)])) from None
+    if missing:
+        raise ConfigError("\n".join(missing))
+    return run
+
+
+_MUST_SAY = {
+    "model": "model.path (or model.scratch), the model to start from",
+    "data.train": "data.train, the prompts to train on",
+    "reward.name|reward.function": "reward.name or reward.function, what scores a response",
+    "algorithm": "algorithm.name, such as grpo or ppo",
+}
+"""Keys without a default, alternatives between bars -> what to say when they aren't there."""
+_BY_NAME = ("algorithm", "rollout")
+"""Sections that may be one word: their ``name``."""
+
+
+def _says(sections: Mapping[str, Any], paths: str) -> bool:
+    """Whether one of the dotted ``paths`` has a value, or something of another form that parsing will explain."""
+    for path in paths.split("|"):
+        value: Any = sections
+        for name in path.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else value
+        if value not in (None, {}, ""):
+            return True
+    return False
 
 
 def read_sections(source: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -41,9 +71,10 @@ def read_sections(source: str | Path, overrides: Sequence[str] = ()) -> dict[str
         raise ConfigError(f"{origin} is no valid YAML: {error}") from error
     if not isinstance(loaded, DictConfig):
         raise ConfigError(f"{origin} must hold sections (model:, data:, …), got {type(loaded).__name__}")
-    merged = OmegaConf.merge(loaded, _overrides(overrides))
     try:
-        plain: Any = OmegaConf.to_container(merged, resolve=True)
+        given = _overrides(overrides)
+        _expand_names(loaded, given)
+        plain: Any = OmegaConf.to_container(OmegaConf.merge(loaded, given), resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{origin}: {error}") from error
     return {str(name): value if value is not None else {} for name, value in plain.items()}
@@ -64,6 +95,14 @@ def _find(source: str | Path) -> Path:
     if str(source) not in known:
         raise UnknownName("recipe (or config file)", str(source), known)
     return known[str(source)]
+
+
+def _expand_names(loaded: DictConfig, given: DictConfig) -> None:
+    """``algorithm: ppo`` is ``algorithm: {name: ppo}``: an override of another of its keys must not lose the name."""
+    for section in _BY_NAME:
+        value = OmegaConf.to_container(loaded).get(section)  # type: ignore[union-attr]  # it is a mapping
+        if isinstance(value, str) and OmegaConf.is_dict(given.get(section)):
+            loaded[section] = {"name": value}
 
 
 def _overrides(words: Sequence[str]) -> DictConfig:

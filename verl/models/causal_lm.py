@@ -75,7 +75,8 @@ class CausalLM:
         if not error < (1e-3 if reference.dtype == torch.float32 and hidden.dtype == torch.float32 else 0.1):
             raise UnsupportedModel(
                 f"{self.name!r} ({type(self.module).__name__}) computes other logits under packed attention than on "
-                f"its own (relative difference {error:.2g}): its attention or output head has a step that isn't supported"
+                f"its own (relative difference {error:.2g}): its attention or output head has a step that isn't "
+                "supported"
             )
 
 

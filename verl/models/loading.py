@@ -8,10 +8,17 @@ from typing import Any, Literal
 
 import torch
 from pydantic import model_validator
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from typing_extensions import Self
 
-from verl.common.errors import ConfigError, DataError
+from verl.common.errors import ConfigError, DataError, VerlError
 from verl.common.section import Section
 
 log = logging.getLogger(__name__)
@@ -58,7 +65,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     if source.startswith("chars:"):
         return character_tokenizer(source.removeprefix("chars:"))
     key = "model.tokenizer" if config.tokenizer else "model.path"
-    _must_exist(source, key)
+    source = _place(source, key)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             source, trust_remote_code=config.trust_remote_code
@@ -77,19 +84,50 @@ def load_model(
 
     Raises ConfigError for a wrong description, DataError for a folder that isn't there or doesn't load.
     """
-    if config.scratch is not None:
-        scratch: PreTrainedModel = _scratch_model(config.scratch, tokenizer, dtype).to(device)
-        return scratch
-    assert config.path is not None
-    _must_exist(config.path, "model.path")
+    described = load_model_config(config, tokenizer)
+    remote = {"trust_remote_code": config.trust_remote_code}
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            config.path, dtype=dtype, trust_remote_code=config.trust_remote_code
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"model.path={config.path!r} doesn't load as a causal language model: {error}") from error
+        if config.path is None:
+            model: Any = AutoModelForCausalLM.from_config(described, dtype=dtype, **remote)
+        else:
+            path = _place(config.path, "model.path")
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **remote)
+    except Exception as error:  # of many libraries' kinds; memory that runs out is no fault of the folder
+        if isinstance(error, MemoryError | torch.OutOfMemoryError):
+            raise
+        raise _unusable(config, error) from error
     moved: PreTrainedModel = model.to(device)
     return moved
+
+
+def load_model_config(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+    """The model's transformers configuration, without its weights. Raises as ``load_model``."""
+    try:
+        if config.path is None:
+            return _scratch_config(config.scratch or {}, tokenizer)
+        path = _place(config.path, "model.path")
+        found: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        return found
+    except VerlError:
+        raise
+    except Exception as error:  # a configuration's own checks raise what they like
+        raise _unusable(config, error) from error
+
+
+def position_limits(config: PretrainedConfig) -> dict[str, int]:
+    """Positions that a row may take, by the key of the transformers configuration that says so.
+
+    "longrope" turns all rows of a batch by other angles as soon as one of them is longer than its original length.
+    """
+    text = config.get_text_config()
+    limits: dict[str, int] = {}
+    if (positions := getattr(text, "max_position_embeddings", None)) is not None:
+        limits["max_position_embeddings"] = int(positions)
+    rope = getattr(text, "rope_parameters", None) or {}
+    for kind in [rope, *(v for v in rope.values() if isinstance(v, dict))]:
+        if kind.get("rope_type") == "longrope":
+            limits["original_max_position_embeddings of longrope"] = int(kind["original_max_position_embeddings"])
+    return limits
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -117,7 +155,7 @@ def character_tokenizer(characters: str) -> PreTrainedTokenizerBase:
     return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>")
 
 
-def _scratch_model(description: dict[str, Any], tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> Any:
+def _scratch_config(description: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
     keys = {
         "vocab_size": len(tokenizer),
         "pad_token_id": tokenizer.pad_token_id,
@@ -125,15 +163,21 @@ def _scratch_model(description: dict[str, Any], tokenizer: PreTrainedTokenizerBa
         "eos_token_id": tokenizer.eos_token_id,
         **description,
     }
-    kind = keys.pop("model_type")
-    try:
-        config = AutoConfig.for_model(kind, **keys)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ConfigError(f"model.scratch doesn't describe a {kind!r} model: {error}") from error
+    made: PretrainedConfig = AutoConfig.for_model(keys.pop("model_type"), **keys)
+    return made
 
 
-def _must_exist(source: str, key: str) -> None:
-    looks_local = source.startswith((".", "/", "~")) or Path(source).exists()
-    if looks_local and not Path(source).expanduser().is_dir():
+def _unusable(config: ModelConfig, error: Exception) -> VerlError:
+    said = f"{type(error).__name__}: {error}"
+    if config.path is not None:
+        return DataError(f"model.path={config.path!r} doesn't load as a causal language model: {said}")
+    return ConfigError(f"model.scratch doesn't describe a {(config.scratch or {})['model_type']!r} model: {said}")
+
+
+def _place(source: str, key: str) -> str:
+    """``source`` for transformers: a folder's path, ``~`` expanded, or a hub name. Raises DataError for no folder."""
+    path = Path(source).expanduser()
+    looks_local = source.startswith((".", "/", "~")) or path.exists()
+    if looks_local and not path.is_dir():
         raise DataError(f"{key}={source!r} is no folder")
+    return str(path) if looks_local else source

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from verl.algorithms import ALGORITHMS
@@ -24,7 +24,14 @@ from verl.data.prompts import PromptDataset, load_prompts, shared_prompts
 from verl.engines.base import Engine, TrainingEngine
 from verl.hybrid_engine.colocated import SharedWeights
 from verl.models.causal_lm import CausalLM
-from verl.models.loading import compute_dtype, eos_token_ids, load_model, load_tokenizer
+from verl.models.loading import (
+    compute_dtype,
+    eos_token_ids,
+    load_model,
+    load_model_config,
+    load_tokenizer,
+    position_limits,
+)
 from verl.models.networks import PolicyNetwork, ValueNetwork
 from verl.observe.flops import ModelShape
 from verl.rewards.runner import RewardRunner
@@ -112,10 +119,31 @@ def assemble(config: OnPolicyRun, given: Given) -> Parts:
     """Load data before the model: the cheap errors first."""
     disable_progress_bar()  # transformers' own bars would tear the run's
     device = pick_device(config.trainer.device)
-    seed_everything(config.trainer.seed)
+    config.track.check_installed()
+    rewards = RewardRunner(config.reward if given.reward is None else given.reward, config.reward)
     tokenizer = given.tokenizer or load_tokenizer(config.model)
     train, val = load_data(config, given, tokenizer)
-    rewards = RewardRunner(config.reward if given.reward is None else given.reward, config.reward)
+    hf_config = given.model.config if given.model is not None else load_model_config(config.model, tokenizer)
+    check_lengths(hf_config, config, train, val)
+    try:
+        rewards.start()
+        return _assemble(config, given, device, tokenizer, train, val, rewards)
+    except BaseException:
+        rewards.close()
+        raise
+
+
+def _assemble(
+    config: OnPolicyRun,
+    given: Given,
+    device: torch.device,
+    tokenizer: PreTrainedTokenizerBase,
+    train: PromptDataset,
+    val: PromptDataset | None,
+    rewards: RewardRunner,
+) -> Parts:
+    """What needs the model."""
+    seed_everything(config.trainer.seed)
     algorithm = ALGORITHMS.load(config.algorithm.name)(config.algorithm)
     module = _policy_module(config, given, tokenizer, device)
     frozen = copy.deepcopy(module).requires_grad_(False) if "reference" in algorithm.needs else None
@@ -177,6 +205,21 @@ def load_data(
             shared[0],
         )
     return train, val
+
+
+def check_lengths(
+    hf_config: PretrainedConfig, config: OnPolicyRun, train: PromptDataset, val: PromptDataset | None
+) -> None:
+    """Raise ConfigError when the longest prompt and a whole response are more than the model has positions."""
+    longest, key = max((len(row.prompt_ids), k) for k, rows in (("val", val), ("train", train)) for row in rows or ())
+    total = longest + config.rollout.max_response_tokens
+    for name, limit in position_limits(hf_config).items():
+        if total > limit:
+            raise ConfigError(
+                f"the longest prompt of data.{key} has {longest} tokens, and with rollout.max_response_tokens="
+                f"{config.rollout.max_response_tokens} needs {total} positions; the model has {limit} ({name}). Lower "
+                f"rollout.max_response_tokens, or data.max_prompt_tokens (now {config.data.max_prompt_tokens})"
+            )
 
 
 def _passes(parts: Parts, reference: Reference | None) -> list[Any]:

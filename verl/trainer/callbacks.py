@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from verl.batch import Batch
+from verl.common.errors import CheckpointError
 from verl.common.files import write_text
 from verl.observe.metrics import VALIDATION
 from verl.observe.trackers import TrackedRun, Trackers, open_trackers
-from verl.trainer.resume import save
+from verl.trainer.resume import holds_run, save
 from verl.trainer.validation import evaluate, rollout_rows
 from verl.workers.rollout import Rollout
 
@@ -50,7 +51,11 @@ class SaveConfig:
     """The effective config beside what it makes."""
 
     def on_start(self, trainer: PPOTrainer) -> None:
-        write_text(trainer.config.trainer.output_dir / "config.yaml", trainer.config.as_yaml())
+        path = trainer.config.trainer.output_dir / "config.yaml"
+        try:
+            write_text(path, trainer.config.as_yaml())
+        except OSError as error:
+            raise CheckpointError(f"the config can't be written to {path}: {error}") from error
 
     def on_step(self, trainer: PPOTrainer, batch: Batch, metrics: dict[str, float]) -> None:
         pass
@@ -71,7 +76,7 @@ class Validate:
 
     def on_step(self, trainer: PPOTrainer, batch: Batch, metrics: dict[str, float]) -> None:
         every = trainer.config.validation.every
-        is_last = trainer.steps_done >= trainer.total_steps
+        is_last = trainer.steps_done == trainer.last_step
         if is_last or (every is not None and trainer.steps_done % every == 0):
             metrics.update(self._validate(trainer))
 
@@ -115,9 +120,9 @@ class Track:
         self.trackers = open_trackers(
             TrackedRun(
                 folder=trainer.config.trainer.output_dir,
-                total_steps=trainer.total_steps,
+                total_steps=trainer.last_step,
                 track=trainer.config.track,
-                resumed_step=trainer.steps_done if trainer.is_resumed else None,
+                resumed_step=trainer.steps_done if holds_run(trainer.config.trainer) else None,
                 config=trainer.config.model_dump(mode="json"),
             )
         )
@@ -135,7 +140,7 @@ class Track:
 
 
 class Checkpoint:
-    """Saves on a schedule and whenever a run ends at a step that isn't saved yet."""
+    """Saves on a schedule and whenever a run ends at a step that isn't saved yet, unless it broke within an update."""
 
     def __init__(self) -> None:
         self.saved: int | None = None
@@ -149,7 +154,9 @@ class Checkpoint:
             self._save(trainer)
 
     def on_end(self, trainer: PPOTrainer) -> None:
-        if trainer.steps_done != self.saved:
+        if not trainer.is_whole:
+            log.warning("step %d broke off within an update: nothing is saved of it", trainer.steps_done + 1)
+        elif trainer.steps_done != self.saved:
             self._save(trainer)
 
     def _save(self, trainer: PPOTrainer) -> None:

@@ -6,9 +6,10 @@ The same data path, rollout engine, rewards and validation as in training, witho
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -19,12 +20,19 @@ from verl.common.seeding import derive_seed, seed_everything
 from verl.data.config import DataConfig
 from verl.data.prompts import load_prompts
 from verl.models.causal_lm import CausalLM
-from verl.models.loading import ModelConfig, compute_dtype, eos_token_ids, load_model, load_tokenizer
+from verl.models.loading import (
+    ModelConfig,
+    compute_dtype,
+    eos_token_ids,
+    load_model,
+    load_tokenizer,
+    position_limits,
+)
 from verl.rewards.config import RewardConfig
 from verl.rewards.runner import RewardRunner
 from verl.rollout import ROLLOUT_ENGINES
 from verl.rollout.base import Request, RolloutEngine, SamplingParams
-from verl.trainer.assembly import pick_device, reward_keys
+from verl.trainer.assembly import pick_device
 from verl.trainer.validation import FINISH_NAMES, Evaluation, evaluate
 from verl.workers.rollout import Rollout
 
@@ -49,7 +57,7 @@ def load_sampler(
     module = load_model(config, tokenizer, where, compute_dtype(config.amp_dtype, where))
     build = ROLLOUT_ENGINES.load(engine)
     rollout = build(CausalLM(module), tokenizer, build.Config(name=engine), eos_token_ids(module, tokenizer))
-    return Sampler(rollout, tokenizer, getattr(module.config.get_text_config(), "max_position_embeddings", None))
+    return Sampler(rollout, tokenizer, min(position_limits(module.config).values(), default=None))
 
 
 def generate_file(
@@ -97,7 +105,7 @@ def generate_file(
 def evaluate_model(
     sampler: Sampler,
     data: DataConfig,
-    reward: str | Mapping[str, Any],
+    reward: RewardConfig,
     sampling: SamplingParams,
     *,
     num_samples: int,
@@ -108,9 +116,9 @@ def evaluate_model(
     """Accuracy and pass@k of the sampler's model on ``data.train``."""
     _at_least_one("num_samples", num_samples)
     dataset = load_prompts(data.train, data, sampler.tokenizer, max_rows=data.max_train_rows)
-    config = RewardConfig(**(reward if isinstance(reward, Mapping) else reward_keys(reward)))
     rollout = Rollout(sampler.engine, sampler.tokenizer, sampling, num_samples)
-    with RewardRunner(config, config) as rewards:
+    with RewardRunner(reward) as rewards:
+        rewards.start()
         return evaluate(dataset, rollout, rewards, batch_rows=batch_rows, seed=seed, passing=passing)
 
 
@@ -124,15 +132,29 @@ def data_config(
             f"max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt: the model has "
             f"{sampler.max_positions} positions"
         )
-    return DataConfig(
-        train=source,
-        prompt_key=prompt_key,
-        ground_truth_key=ground_truth_key,
-        max_prompt_tokens=room,
-        overlong_prompts="error",
-        shuffle=False,
-        **keys,
+    return DataConfig.parse(
+        {
+            "train": source,
+            "prompt_key": prompt_key,
+            "ground_truth_key": ground_truth_key,
+            "max_prompt_tokens": room,
+            "overlong_prompts": "error",
+            "shuffle": False,
+            **keys,
+        }
     )
+
+
+def prepare_output(path: Path) -> None:
+    """Raise ConfigError, before any work, when ``path`` can't become a file."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--out {str(path)!r} can't be written: {error}") from error
+    if path.is_dir():
+        raise ConfigError(f"--out {str(path)!r} is a folder: name a file")
 
 
 def summary_lines(evaluation: Evaluation) -> Sequence[str]:

@@ -47,12 +47,28 @@ class Interrupts:
     @contextmanager
     def protected(self) -> Iterator[None]:
         """A block that is finished before a signal takes effect."""
+        with self.ignored():
+            yield
+        self._raise_pending()
+
+    @contextmanager
+    def ignored(self) -> Iterator[None]:
+        """A block that a first signal doesn't end, nor what comes after it: the last one of a run."""
         self._protected += 1
         try:
             yield
         finally:
             self._protected -= 1
-        self._raise_pending()
+
+    @contextmanager
+    def allowed(self) -> Iterator[None]:
+        """Within ``protected``: a block that a signal may end at once, because nothing is half done in it."""
+        protected, self._protected = self._protected, 0
+        try:
+            self._raise_pending()
+            yield
+        finally:
+            self._protected = protected
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self._pending is not None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from verl.models.loading import load_tokenizer
+from verl.models.loading import load_model_config, load_tokenizer
 from verl.observe.report import print_report
-from verl.trainer.assembly import Given, load_data
+from verl.rewards.runner import RewardRunner
+from verl.trainer.assembly import Given, check_lengths, load_data
 from verl.trainer.ppo_trainer import PPOTrainer
+from verl.trainer.resume import prepare_folder
 from verl.trainer.sections import OnPolicyRun
 
 log = logging.getLogger(__name__)
@@ -16,8 +18,10 @@ log = logging.getLogger(__name__)
 
 def plan(config: OnPolicyRun) -> str:
     """The effective config as YAML and, below it, what it comes to. Loads tokenizer and data, no model."""
+    RewardRunner(config.reward).close()
     tokenizer = load_tokenizer(config.model)
     train, val = load_data(config, Given(), tokenizer)
+    check_lengths(load_model_config(config.model, tokenizer), config, train, val)
     trainer = config.trainer
     steps = trainer.total_steps or -(-len(train) * (trainer.epochs or 1) // trainer.prompts_per_step)
     lines = [
@@ -33,13 +37,15 @@ def plan(config: OnPolicyRun) -> str:
 def train_run(config: OnPolicyRun) -> int:
     """Train and print the summary. Returns the exit code: 0, or 128 + signal after an interrupt."""
     folder = config.trainer.output_dir
+    prepare_folder(config.trainer)
     with _log_file(folder):
         trainer = PPOTrainer.from_config(config)
         try:
             result = trainer.run()
         finally:
             trainer.close()
-    print_report(folder)
+    if result.steps:
+        print_report(folder)
     return result.exit_code
 
 

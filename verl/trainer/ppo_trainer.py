@@ -14,6 +14,7 @@ from typing import Any
 
 from verl.batch import Batch
 from verl.common.errors import ConfigError, RunIncomplete
+from verl.data.prompts import PromptRow
 from verl.observe.memory import reset_peak_memory
 from verl.observe.metrics import PhaseTimer
 from verl.observe.profiler import ProfileConfig, StepProfiler
@@ -21,7 +22,7 @@ from verl.trainer.assembly import Given, Parts, assemble, sections_of
 from verl.trainer.callbacks import Callback, default_callbacks
 from verl.trainer.interrupts import Interrupted, Interrupts
 from verl.trainer.measures import describe_responses, throughput
-from verl.trainer.resume import holds_run, refuse_existing, restore
+from verl.trainer.resume import prepare_folder, restore
 from verl.trainer.scoring import score
 from verl.trainer.sections import OnPolicyRun
 
@@ -77,49 +78,57 @@ class PPOTrainer:
         return trainer
 
     def _set_up(self, config: OnPolicyRun, given: Given, callbacks: list[Callback] | None) -> None:
-        refuse_existing(config.trainer)
+        prepare_folder(config.trainer)
         self.config = config
         self.parts: Parts = assemble(config, given)
         self.steps_done = 0
-        self.is_resumed = holds_run(config.trainer)
+        self.is_whole = True
         self.metrics: dict[str, float] = {}
         self.interrupts = Interrupts()
         self.callbacks = default_callbacks(self) if callbacks is None else callbacks
         self._asked = 0
+        self._is_started = False
         self.profiler = StepProfiler(ProfileConfig(), config.trainer.output_dir, rank=0, total_steps=1)
         restore(self)
 
     @property
-    def total_steps(self) -> int:
-        """Steps of the whole run: what ``run`` was asked for, else what the config says."""
+    def last_step(self) -> int:
+        """Where ``run`` stops: after the steps that it was asked for, else after those of the config."""
         one_epoch = math.ceil(len(self.parts.train) / self.config.trainer.prompts_per_step)
         return self._asked or self.config.trainer.total_steps or self.parts.loader.num_batches or one_epoch
 
+    @property
+    def total_steps(self) -> int:
+        """Steps that the learning rate's schedule spans: the config's, or more where ``run`` was asked for more."""
+        return max(self._asked, self.config.trainer.total_steps or self.parts.loader.num_batches or 0) or self.last_step
+
     def step(self) -> dict[str, float]:
-        """One step of the loop. Returns its metrics."""
+        """One step of the loop. Returns its metrics. Raises RunIncomplete when the data have ended."""
+        self._start()
         parts, number, timer = self.parts, self.steps_done + 1, PhaseTimer()
         reset_peak_memory(parts.device)
-        with self.profiler.step(number), timer.phase("step"):
-            prompts = parts.loader.batch(self.steps_done)
-            parts.weights.check()
-            with timer.phase("generate"):
-                batch = parts.rollout.generate(prompts, self.config.trainer.seed, "train", number)
-            with timer.phase("reward"):
-                metrics = score(batch, parts.rewards)
-            for role in parts.passes:
-                with timer.phase(role.writes):
-                    role.infer(batch)
-            with timer.phase("advantages"):
-                metrics |= parts.algorithm.advantages(batch)
-            with self.interrupts.protected():
+        with self.interrupts.protected():  # a signal waits for the end of the step,
+            with self.profiler.step(number), timer.phase("step"):
+                with self.interrupts.allowed():  # but not for what can be thrown away
+                    prompts = self._prompts()
+                    parts.weights.check()
+                    with timer.phase("generate"):
+                        batch = parts.rollout.generate(prompts, self.config.trainer.seed, "train", number)
+                    with timer.phase("reward"):
+                        metrics = score(batch, parts.rewards)
+                    for role in parts.passes:
+                        with timer.phase(role.writes):
+                            role.infer(batch)
+                self.is_whole = False
+                with timer.phase("advantages"):
+                    metrics |= parts.algorithm.advantages(batch)
                 for trained in parts.trained:
                     with timer.phase(f"update_{trained.name}"):
                         metrics |= trained.update(batch, step=number, total_steps=self.total_steps).result()
                 with timer.phase("sync"):
                     parts.weights.sync()
-                self.steps_done = number
-        self.metrics = self._measured(batch, metrics, timer.result())
-        with self.interrupts.protected():
+                self.steps_done, self.is_whole = number, True
+            self.metrics = self._measured(batch, metrics, timer.result())
             for callback in self.callbacks:
                 callback.on_step(self, batch, self.metrics)
         return self.metrics
@@ -127,8 +136,8 @@ class PPOTrainer:
     def run(self, num_steps: int | None = None) -> RunResult:
         """Train until ``num_steps`` more steps than all earlier calls asked for are made; steps of a resumed run count.
 
-        Without ``num_steps``: until the config's total. A signal ends the run after the current update, with a
-        checkpoint. Raises RunIncomplete when the data end before the steps do.
+        Without ``num_steps``: until the config's total. A signal ends the run at once while responses are sampled and
+        scored, else after the step, with a checkpoint. Raises RunIncomplete when the data end before the steps do.
         """
         if num_steps is not None:
             if num_steps < 1:
@@ -138,36 +147,53 @@ class PPOTrainer:
         with self.interrupts.listening():
             try:
                 self._start()
-                while self.steps_done < self.total_steps:
-                    self._has_data()
+                if self.steps_done >= self.last_step:
+                    log.info("nothing to do: the run is finished, %d of %d steps", self.steps_done, self.last_step)
+                while self.steps_done < self.last_step:
                     self.step()
             except Interrupted as signal:
-                log.warning("%s: stopping after step %d of %d", signal, self.steps_done, self.total_steps)
+                log.warning("%s: stopping after step %d of %d", signal, self.steps_done, self.last_step)
                 result.exit_code = signal.exit_code
             finally:
-                with self.interrupts.protected():
-                    for callback in self.callbacks:
-                        callback.on_end(self)
+                with self.interrupts.ignored():
+                    self._end()
         result.steps, result.metrics = self.steps_done, self.metrics
         return result
 
     def close(self) -> None:
-        """End the reward workers and the trackers. Called at interpreter exit too."""
-        self.parts.rewards.close()
+        """Save what ``step`` made outside ``run``, end the trackers and the reward workers.
+
+        A program that ends without it leaves no worker behind either.
+        """
+        try:
+            self._end()
+        finally:
+            self.parts.rewards.close()
 
     def _start(self) -> None:
+        if self._is_started:
+            return
+        self._is_started = True
         folder = self.config.trainer.output_dir
-        self.profiler = StepProfiler(self.config.profile, folder / "traces", rank=0, total_steps=self.total_steps)
+        self.profiler = StepProfiler(self.config.profile, folder / "traces", rank=0, total_steps=self.last_step)
         for callback in self.callbacks:
             callback.on_start(self)
 
-    def _has_data(self) -> None:
+    def _end(self) -> None:
+        if not self._is_started:
+            return
+        self._is_started = False
+        for callback in self.callbacks:
+            callback.on_end(self)
+
+    def _prompts(self) -> list[PromptRow]:
         loader = self.parts.loader
         if loader.num_batches is not None and self.steps_done >= loader.num_batches:
             raise RunIncomplete(
-                f"the data end after step {loader.num_batches} of {self.total_steps}: raise trainer.epochs, or leave "
-                f"it out so that prompts repeat until trainer.total_steps"
+                f"the data end after step {loader.num_batches} of {max(self.last_step, self.steps_done + 1)}: raise "
+                "trainer.epochs, or leave it out so that prompts repeat until trainer.total_steps"
             )
+        return loader.batch(self.steps_done)
 
     def _measured(self, batch: Batch, metrics: dict[str, float], timings: dict[str, float]) -> dict[str, float]:
         actor = self.parts.actor

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,14 +42,24 @@ def holds_run(config: TrainerConfig) -> bool:
     return any((config.output_dir / name).exists() for name in _TRACES_OF_A_RUN)
 
 
-def refuse_existing(config: TrainerConfig) -> None:
-    """Raise ConfigError when ``trainer.resume=never`` and the run directory already holds a run."""
-    found = [name for name in _TRACES_OF_A_RUN if (config.output_dir / name).exists()]
-    if config.resume == "never" and found:
+def prepare_folder(config: TrainerConfig) -> None:
+    """Make the run directory and see that it can be written.
+
+    Raises ConfigError when it can't, or when ``trainer.resume=never`` and it already holds a run.
+    """
+    folder = config.output_dir
+    if config.resume == "never" and holds_run(config):
+        found = ", ".join(name for name in _TRACES_OF_A_RUN if (folder / name).exists())
         raise ConfigError(
-            f"trainer.output_dir={str(config.output_dir)!r} holds a run ({', '.join(found)}) and trainer.resume is "
-            f"never: name another folder, or set trainer.resume=auto to go on with it"
+            f"trainer.output_dir={str(folder)!r} holds a run ({found}) and trainer.resume is never: name another "
+            f"folder, or set trainer.resume=auto to go on with it"
         )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder) as file:
+            file.write(b"0" * 4096)
+    except OSError as error:
+        raise ConfigError(f"trainer.output_dir={str(folder)!r} can't be written: {error}") from error
 
 
 def save(trainer: PPOTrainer) -> Path:

@@ -17,6 +17,14 @@ def score(batch: Batch, rewards: RewardRunner) -> dict[str, float]:
     a mean of each part.
     Raises RewardError when every row failed, with the first failure's text.
     """
+    results = write_scores(batch, rewards)
+    if results and not bool(batch["is_scored"].any()):
+        raise RewardError(f"the reward failed on all {len(results)} responses; the first: {results[0].detail}")
+    return _metrics(batch, results)
+
+
+def write_scores(batch: Batch, rewards: RewardRunner) -> list[RewardResult]:
+    """Write ``scores`` and ``is_scored`` of every row."""
     ids = {n: batch[f"{n}_ids"].split(batch.lengths(f"{n}_ids").tolist()) for n in ("prompt", "response")}
     results = rewards.score(
         [
@@ -34,9 +42,7 @@ def score(batch: Batch, rewards: RewardRunner) -> dict[str, float]:
     scores = [r.score for r in results]
     batch.put("is_scored", torch.tensor([s is not None for s in scores], dtype=torch.bool))
     batch.put("scores", torch.tensor([0.0 if s is None else s for s in scores], dtype=torch.float32))
-    if results and not bool(batch["is_scored"].any()):
-        raise RewardError(f"the reward failed on all {len(results)} responses; the first: {results[0].detail}")
-    return _metrics(batch, results)
+    return results
 
 
 def _metrics(batch: Batch, results: list[RewardResult]) -> dict[str, float]:

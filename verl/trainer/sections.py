@@ -83,7 +83,7 @@ class OnPolicyRun(Section):
     """What scores a response."""
     algorithm: SerializeAsAny[AlgorithmConfig]
     """The algorithm, by `name`; its other keys are its own."""
-    rollout: SerializeAsAny[RolloutConfig]
+    rollout: SerializeAsAny[RolloutConfig] = Field(default_factory=lambda: ROLLOUT_ENGINES.load("native").Config())
     """How responses are sampled, by engine `name`."""
     actor: TrainedConfig = TrainedConfig()
     """The policy in training."""
@@ -125,20 +125,58 @@ class OnPolicyRun(Section):
         return OmegaConf.to_yaml(OmegaConf.create(self.model_dump(mode="json")))
 
     def ineffective_keys(self) -> list[str]:
-        """One line for each key that the user set and that changes nothing in this run."""
-        needs = ALGORITHMS.load(self.algorithm.name)(self.algorithm).needs
+        """One line for each key that the user set and that changes nothing in this run.
+
+        A saved config sets every key; of such a one only those count that aren't at their defaults.
+        """
+        is_saved = self.model_fields_set == set(type(self).model_fields)
         lines = [f"algorithm.{key}" for key in self.algorithm.ineffective_keys()]
-        for role in ("critic", "reference"):
-            if self.is_set(role) and role not in needs:
-                lines.append(f"{role}: algorithm {self.algorithm.name!r} as configured uses no {role}")
-        if self.is_set("validation") and self.data.val is None:
-            lines.append("validation: needs data.val")
-        if self.trainer.is_set("epochs") and self.trainer.total_steps is not None:
-            lines.append("trainer.epochs: trainer.total_steps is given and wins")
-        for name, trained in (("actor", self.actor), ("critic", self.critic)):
-            if trained.optim.is_set("min_lr_frac") and trained.optim.schedule == "constant":
-                lines.append(f"{name}.optim.min_lr_frac: needs {name}.optim.schedule linear or cosine")
+        for key, reason in _idle_keys(self).items():
+            section: Section = self
+            *parents, name = key.split(".")
+            for parent in parents:
+                section = getattr(section, parent)
+            default = type(section).model_fields[name].get_default(call_default_factory=False)
+            if section.is_set(name) and not (is_saved and getattr(section, name) == default):
+                lines.append(f"{key}: {reason}")
         return [f"key without effect: {line}" for line in lines]
+
+
+def _roles(run: OnPolicyRun) -> list[str]:
+    """The roles that run a model."""
+    needs = ALGORITHMS.load(run.algorithm.name)(run.algorithm).needs
+    return ["actor", *(role for role in ("critic", "reference") if role in needs)]
+
+
+def _idle_keys(run: OnPolicyRun) -> dict[str, str]:
+    """Keys and sections that do nothing beside the other keys -> why."""
+    found: dict[str, str] = {}
+    for role in {"critic", "reference"} - set(_roles(run)):
+        found[role] = f"algorithm {run.algorithm.name!r} as configured uses no {role}"
+    if "reference" in _roles(run):
+        found["reference.gradient_checkpointing"] = "the reference makes no backward pass"
+    if run.data.val is None:
+        found |= {key: "needs data.val" for key in ("validation", "data.exclude_val", "data.max_val_rows")}
+    elif run.validation.temperature == 0:
+        found["validation.samples_per_prompt"] = "validation.temperature is 0, so the samples of a prompt are equal"
+    if run.data.chat == "never":
+        found["data.chat_template_kwargs"] = "data.chat is never"
+    if run.trainer.total_steps is not None:
+        found["trainer.epochs"] = "trainer.total_steps is given and wins"
+    if run.model.path is None:
+        found["model.trust_remote_code"] = "needs model.path"
+    if run.reward.workers == 0:
+        found |= {key: "needs reward.workers above 0" for key in ("reward.timeout_s", "reward.cache")}
+    for role in ("actor", "critic"):
+        if getattr(run, role).optim.schedule == "constant":
+            found[f"{role}.optim.min_lr_frac"] = f"needs {role}.optim.schedule linear or cosine"
+    if "wandb" not in run.track.trackers:
+        found |= {f"track.{key}": "needs wandb among track.trackers" for key in ("project", "run_name")}
+    if not run.track.trackers:
+        found["track.log_interval"] = "track.trackers is empty, and metrics.jsonl gets every step"
+    if not run.profile.steps:
+        found |= {f"profile.{key}": "needs profile.steps" for key in ("ranks", "with_stacks", "record_memory")}
+    return found
 
 
 def _conflicts(run: OnPolicyRun) -> list[str]:
@@ -153,7 +191,7 @@ def _conflicts(run: OnPolicyRun) -> list[str]:
             f"which compares the responses of a prompt: at least {algorithm.min_group_size}"
         )
     longest = run.data.max_prompt_tokens + run.rollout.max_response_tokens
-    for role in ("actor", "critic", "reference"):
+    for role in _roles(run):
         budget = getattr(run, role).max_tokens_per_micro_batch
         if longest > budget:
             found.append(
@@ -161,7 +199,7 @@ def _conflicts(run: OnPolicyRun) -> list[str]:
                 f"{role}.max_tokens_per_micro_batch={budget}: raise that key or lower one of the others"
             )
     rows = run.trainer.prompts_per_step * run.trainer.group_size
-    for role in ("actor", "critic"):
+    for role in {"actor", "critic"} & set(_roles(run)):
         parts = getattr(run, role).mini_batches_per_epoch
         if parts > rows:
             found.append(

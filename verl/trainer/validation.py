@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from verl.batch import Batch
+from verl.common.errors import RewardError
 from verl.data.loader import batches
 from verl.data.prompts import PromptRow
 from verl.rewards.runner import RewardRunner
-from verl.trainer.scoring import score
+from verl.trainer.scoring import write_scores
 from verl.workers.rollout import Rollout
 
 
@@ -40,13 +41,16 @@ def evaluate(
 
     batch_rows  prompts generated at a time; the result doesn't depend on it
     passing     least score that counts as solved in pass@k
+    Raises RewardError when the reward failed on every response.
     """
     parts: list[Batch] = []
     for prompts in batches(dataset, batch_rows):
-        part = rollout.generate(prompts, seed, "validation", prompts[0].row_id)
-        score(part, rewards)
+        part = rollout.generate(prompts, seed, "validation", places=[prompt.row_id for prompt in prompts])
+        write_scores(part, rewards)
         parts.append(part)
     whole = Batch.cat(parts)
+    if not bool(whole["is_scored"].any()):
+        raise RewardError(f"the reward failed on all {len(whole)} responses to the held-out prompts")
     return Evaluation(_metrics(whole, rollout.group_size, passing), rollout_rows(whole))
 
 
@@ -91,8 +95,7 @@ def _metrics(batch: Batch, group_size: int, passing: float) -> dict[str, float]:
         "response_len/mean": float(batch.lengths("response_ids").float().mean()),
         "truncated_frac": float((batch["finish_reason"] == 1).float().mean()),
     }
-    if bool(is_scored.any()):
-        metrics["score/mean"] = float(scores[is_scored].double().mean())
+    metrics["score/mean"] = float(scores[is_scored].double().mean())
     solved = (torch.where(is_scored, scores, torch.zeros(())) >= passing).reshape(-1, group_size).sum(1).tolist()
     for k in (2**i for i in range(group_size.bit_length()) if 2**i <= group_size):
         metrics[f"pass@{k}"] = sum(pass_at_k(group_size, c, k) for c in solved) / len(solved)

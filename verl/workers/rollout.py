@@ -23,15 +23,18 @@ class Rollout:
     ) -> None:
         self.engine, self.tokenizer, self.sampling, self.group_size = engine, tokenizer, sampling, group_size
 
-    def generate(self, prompts: Sequence[PromptRow], *seed_parts: int | str) -> Batch:
+    def generate(
+        self, prompts: Sequence[PromptRow], *seed_parts: int | str, places: Sequence[int] | None = None
+    ) -> Batch:
         """A batch with ids, mask, log-probs, versions and finish reasons; the responses of a prompt are a group.
 
         seed_parts  with the prompt's place and the sample's number, the seed of each response
+        places      one a prompt; left out, its place among ``prompts``
         Each row's mapping holds prompt, response (text without special tokens), ground_truth and the data's columns.
         """
         requests = [
             Request(prompt_ids=prompt.prompt_ids, seed=derive_seed(*seed_parts, place, k), sampling=self.sampling)
-            for place, prompt in enumerate(prompts)
+            for place, prompt in zip(places or range(len(prompts)), prompts, strict=True)
             for k in range(self.group_size)
         ]
         responses = self.engine.generate(requests)

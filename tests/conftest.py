@@ -1,0 +1,12 @@
+"""One thread a process: tiny tensors don't need more, and a crowded machine is slowed down by them."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+
+torch.set_num_threads(1)
