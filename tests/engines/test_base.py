@@ -54,7 +54,7 @@ def test_tempered_log_prob_by_hand() -> None:
     """H05: logits 2 1 0, id 0: -0.142932 at temperature 0.5, -0.407606 at 1."""
     lm = CausalLM(tiny_model("llama"))
     lm.logits = lambda hidden: torch.tensor([[2.0, 1.0, 0.0]])  # type: ignore[method-assign]
-    from verl.models.networks import log_probs_and_entropy
+    from verl.models.token_log_probs import log_probs_and_entropy
 
     for temperature, expected in ((0.5, -0.142932), (1.0, -0.407606)):
         got, _ = log_probs_and_entropy(lm, torch.zeros(1, 32), torch.tensor([0]), temperature, False)
@@ -102,7 +102,7 @@ def test_gradient_checkpointing_and_chunking_change_nothing(monkeypatch: pytest.
     batch = sampled_batch(PROMPTS, RESPONSES)
     plain, checkpointed = training_engine(), training_engine(gradient_checkpointing=True)
     first = plain.update(batch, grpo_loss(entropy_coef=0.1), lr=1e-3, entropy=True).result()
-    monkeypatch.setattr("verl.models.networks.CHUNK_ELEMENTS", 64 * 3)
+    monkeypatch.setattr("verl.models.token_log_probs.CHUNK_ELEMENTS", 64 * 3)
     second = checkpointed.update(batch, grpo_loss(entropy_coef=0.1), lr=1e-3, entropy=True).result()
     assert second["actor/grad_norm"] == pytest.approx(first["actor/grad_norm"], rel=1e-5)
     torch.testing.assert_close(weights(checkpointed), weights(plain), atol=1e-4, rtol=0)
@@ -110,7 +110,7 @@ def test_gradient_checkpointing_and_chunking_change_nothing(monkeypatch: pytest.
 
 def test_loss_memory_is_bounded_by_the_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensor of [tokens, vocab] exists: the largest one with a vocabulary axis has the chunk's rows."""
-    monkeypatch.setattr("verl.models.networks.CHUNK_ELEMENTS", 64 * 4)
+    monkeypatch.setattr("verl.models.token_log_probs.CHUNK_ELEMENTS", 64 * 4)
     lm = CausalLM(tiny_model("llama"))
     rows: list[int] = []
     original = lm.logits

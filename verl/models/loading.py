@@ -88,7 +88,8 @@ def load_model(
     remote = {"trust_remote_code": config.trust_remote_code}
     try:
         if config.path is None:
-            model: Any = AutoModelForCausalLM.from_config(described, dtype=dtype, **remote)
+            with device:  # where drawing a large model's weights is quick
+                model: Any = AutoModelForCausalLM.from_config(described, dtype=dtype, **remote)
         else:
             path = _place(config.path, "model.path")
             model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **remote)

@@ -1,10 +1,8 @@
 """What a training engine runs: packed rows in, one number for each response token out.
 
-``PolicyNetwork`` gives log-probs and entropy, ``ValueNetwork`` values. Both are thin over ``CausalLM``; the [tokens,
-vocab] matrix never exists as a whole, since log-probs and entropy are computed in chunks that the backward pass
-makes again.
+``PolicyNetwork`` gives log-probs and entropy, ``ValueNetwork`` values. Both are thin over ``CausalLM``.
 
-Shape letters: N packed tokens, M response tokens of all rows, C hidden, V vocab.
+Shape letters: N packed tokens, M response tokens of all rows.
 """
 
 from __future__ import annotations
@@ -12,16 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from verl.models.attention import Attention
 from verl.models.causal_lm import CausalLM
-
-CHUNK_ELEMENTS = 2**27
-"""Logits that may exist at once (float32, so 512 MiB): bounds the loss's memory whatever the vocabulary."""
+from verl.models.token_log_probs import log_probs_and_entropy
 
 
 @dataclass(frozen=True)
@@ -93,33 +87,3 @@ class ValueModule(nn.Module):
         self.value_head = nn.Linear(hidden_size, 1, dtype=like.dtype, device=like.device)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
-
-
-def log_probs_and_entropy(
-    lm: CausalLM, hidden: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool
-) -> tuple[Tensor, Tensor]:
-    """hidden [M, C], targets [M]; returns log-probs [M] and entropies [M] in nats, float32.
-
-    Entropies carry a gradient only with ``entropy_gradient``. At most ``CHUNK_ELEMENTS`` logits exist at a time.
-    """
-
-    def chunk(states: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        logits = lm.logits(states) / temperature if temperature != 1.0 else lm.logits(states)
-        total = logits.logsumexp(-1)
-        log_probs = logits.gather(-1, wanted[:, None])[:, 0] - total
-        inner = logits if entropy_gradient else logits.detach()
-        entropy = total - (inner.softmax(-1) * inner).sum(-1)
-        return log_probs, entropy if entropy_gradient else entropy.detach()
-
-    size = max(1, CHUNK_ELEMENTS // lm.vocab_size)
-    pieces = []
-    for states, wanted in zip(hidden.split(size), targets.split(size), strict=True):
-        if torch.is_grad_enabled():
-            pieces.append(checkpoint(chunk, states, wanted, use_reentrant=False))
-        else:
-            pieces.append(chunk(states, wanted))
-    if not pieces:
-        empty = hidden.new_zeros(0, dtype=torch.float32)
-        return empty + 0 * hidden.sum(), empty
-    log_probs, entropies = zip(*pieces, strict=True)
-    return torch.cat(log_probs), torch.cat(entropies)

@@ -10,6 +10,7 @@ from verl.common.registry import Registry
 REWARDS = Registry(
     "reward",
     {
+        "characters": "verl.rewards.characters:characters",
         "exact": "verl.rewards.exact:exact",
         "gsm8k": "verl.rewards.gsm8k:gsm8k",
         "math": "verl.rewards.math:math",

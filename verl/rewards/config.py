@@ -16,7 +16,7 @@ class RewardConfig(Section):
     """One of ``name`` and ``function``, unless a callable or a reward model is passed in Python."""
 
     name: str | None = None
-    """A reward that ships: exact, gsm8k, math, number, reasoning_gym."""
+    """A reward that ships: characters, exact, gsm8k, math, number, reasoning_gym."""
     function: str | None = None
     """Your own: ``path/to/file.py:function`` or ``package.module:function``."""
     kwargs: dict[str, Any] = {}

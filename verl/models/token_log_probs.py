@@ -1,0 +1,105 @@
+"""Log-probs and entropies of chosen tokens without the [tokens, vocab] matrix.
+
+Hidden states come in, two numbers a token go out. Logits exist for one chunk of tokens at a time; the backward pass
+makes them again and hands their gradient, written in closed form, to the head.
+
+Shape letters: M tokens, C hidden, V vocab.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.models.causal_lm import CausalLM
+
+CHUNK_ELEMENTS = 2**27
+"""Logits that exist at once (float32: 512 MiB, and twice that beside them): bounds memory whatever the vocabulary."""
+
+
+def log_probs_and_entropy(
+    lm: CausalLM, hidden: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of each target and entropy of its distribution, softmax(logits / temperature).
+
+    hidden   [M, C]  states that predict the targets
+    targets  [M]     int64
+    Returns log-probs [M] and entropies [M] in nats, float32; entropies carry a gradient only with
+    ``entropy_gradient``.
+    """
+    head = [p for p in lm.head.parameters() if p.requires_grad]
+    log_probs, entropy = _TokenLogProbs.apply(lm, targets, temperature, hidden, *head)
+    return log_probs, entropy if entropy_gradient else entropy.detach()
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    """d log_prob / d logits = (onehot - p) / T;  d entropy / d logits = -p (log p + H) / T."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, lm: CausalLM, targets: Tensor, temperature: float, hidden: Tensor, *head: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        log_probs, entropy = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(2))
+        for part in _chunks(len(hidden), lm.vocab_size):
+            all_log_probs = _tempered(lm.logits(hidden[part]), temperature).log_softmax(-1)
+            log_probs[part] = all_log_probs.gather(-1, targets[part, None])[:, 0]
+            entropy[part] = -_row_dot(all_log_probs.exp(), all_log_probs)
+        ctx.set_materialize_grads(False)
+        ctx.lm, ctx.temperature = lm, temperature
+        ctx.save_for_backward(targets, hidden, entropy, *head)
+        return log_probs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        targets, hidden, entropy, *head = ctx.saved_tensors
+        to_log_prob, to_entropy = grads
+        hidden_grad = torch.empty_like(hidden)
+        sums = [torch.zeros_like(p, dtype=torch.float32) for p in head]
+        for part in _chunks(len(hidden), ctx.lm.vocab_size):
+            with torch.enable_grad():
+                states = hidden[part].detach().requires_grad_()
+                logits = ctx.lm.logits(states)
+            grad = _logits_grad(
+                _tempered(logits.detach(), ctx.temperature).log_softmax(-1),
+                targets[part],
+                None if to_log_prob is None else to_log_prob[part],
+                None if to_entropy is None else to_entropy[part],
+                entropy[part],
+            )
+            found = torch.autograd.grad(logits, [states, *head], _tempered(grad, ctx.temperature))
+            hidden_grad[part] = found[0]
+            for total, piece in zip(sums, found[1:], strict=True):
+                total += piece
+        return None, None, None, hidden_grad, *(s.to(p.dtype) for s, p in zip(sums, head, strict=True))
+
+
+def _logits_grad(
+    all_log_probs: Tensor, targets: Tensor, to_log_prob: Tensor | None, to_entropy: Tensor | None, entropy: Tensor
+) -> Tensor:
+    """[M, V] gradient of the tempered logits; uses up ``all_log_probs``. None stands for no gradient."""
+    if to_log_prob is None:
+        to_log_prob = torch.zeros_like(entropy)
+    if to_entropy is None:
+        grad = all_log_probs.exp_().mul_(-to_log_prob[:, None])
+    else:
+        probs = all_log_probs.exp()
+        weight = all_log_probs.add_(entropy[:, None]).mul_(to_entropy[:, None]).add_(to_log_prob[:, None])
+        grad = probs.mul_(weight).neg_()
+    return grad.scatter_add_(-1, targets[:, None], to_log_prob[:, None])
+
+
+def _tempered(logits: Tensor, temperature: float) -> Tensor:
+    return logits if temperature == 1.0 else logits / temperature
+
+
+def _row_dot(a: Tensor, b: Tensor) -> Tensor:
+    """Dot product of each row, without the [M, V] product in between."""
+    return torch.bmm(a[:, None, :], b[:, :, None])[:, 0, 0]
+
+
+def _chunks(rows: int, vocab_size: int) -> Iterator[slice]:
+    size = max(1, CHUNK_ELEMENTS // vocab_size)
+    return (slice(start, start + size) for start in range(0, rows, size))
