@@ -1,0 +1,151 @@
+"""Every config that ships loads and dry-runs; the quickstart trains, and goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+import string
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.config_keys import reference
+from tests.tiny import tiny_folder
+from verl.cli import app
+from verl.common.errors import VerlError
+from verl.config import load_config, recipes
+from verl.models.loading import character_tokenizer
+from verl.trainer.launch import train_run
+from verl.trainer.sections import OnPolicyRun
+
+pytestmark = pytest.mark.filterwarnings("ignore:register_new_resolver:UserWarning")  # omegaconf 2.4 renamed it
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+CONFIGS = [*EXAMPLES, *sorted((ROOT / "verl" / "recipes").glob("*.yaml"))]
+GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
+"""The data set, where it lies beside the checkout."""
+ROWS = 64
+
+
+def config_id(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with the positions of the one that the examples name, and a tokenizer that tells texts apart."""
+    folder = tiny_folder(tmp_path_factory.mktemp("model"))
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    character_tokenizer(string.printable).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["max_position_embeddings"] = 8192
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def gsm8k_rows(folder: Path, split: str) -> Path:
+    """The data set's file, or a few rows of the same columns."""
+    if (GSM8K / f"{split}.jsonl").is_file():
+        return GSM8K / f"{split}.jsonl"
+    path = folder / f"{split}.jsonl"
+    first = 0 if split == "train" else 1000
+    rows = [
+        {"question": f"What is {first + i} + 1?", "answer": f"{first + i} + 1 = {first + i + 1}\n#### {first + i + 1}"}
+        for i in range(ROWS)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def local(path: Path, model: Path, folder: Path) -> list[str]:
+    """Words that put a tiny model and local data in the place of what a config would download."""
+    text = path.read_text(encoding="utf-8")
+    words = [f"trainer.output_dir={folder / 'run'}", "trainer.device=cpu"]
+    if "gym:" in text:
+        pytest.importorskip("reasoning_gym")
+    if "scratch:" not in text:
+        words += [f"model.path={model}", f"data.max_train_rows={ROWS}", "data.max_val_rows=8"]
+    if "gsm8k" in text:
+        words += [f"data.{key}={gsm8k_rows(folder, split)}" for key, split in (("train", "train"), ("val", "test"))]
+    return words
+
+
+def dry_run(*words: str) -> str:
+    result = CliRunner().invoke(app, ["train", *words, "--dry-run"])
+    if result.exception is not None:
+        raise result.exception
+    assert result.exit_code == 0
+    return result.output
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=config_id)
+def test_config_dry_runs(path: Path, model: Path, tmp_path: Path) -> None:
+    output = dry_run(str(path), *local(path, model, tmp_path))
+    config = load_config(path)
+    assert f"# steps: {config.trainer.total_steps} of {config.trainer.prompts_per_step} prompts" in output
+    assert not (tmp_path / "run").exists(), "a dry run writes nothing"
+    (tmp_path / "plan.yaml").write_text(output, encoding="utf-8")
+    again = load_config(tmp_path / "plan.yaml")
+    assert again == load_config(path, local(path, model, tmp_path)), "the plan is the effective config"
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=config_id)
+def test_every_key_of_a_config_has_an_effect(path: Path) -> None:
+    config = load_config(path)
+    assert config.ineffective_keys() == []
+    assert isinstance(config, OnPolicyRun)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=config_id)
+def test_config_says_what_it_is_for(path: Path) -> None:
+    assert path.read_text(encoding="utf-8").startswith("# ")
+
+
+@pytest.mark.parametrize("word", ["actor.optim.leraning_rate=1e-5", "trainer.group_size=1", "actor.optim.lr=on"])
+@pytest.mark.parametrize("path", EXAMPLES, ids=config_id)
+def test_a_wrong_word_over_an_example_is_refused(path: Path, word: str, model: Path, tmp_path: Path) -> None:
+    if word == "trainer.group_size=1" and load_config(path).algorithm.name == "ppo":
+        pytest.skip("PPO compares nothing within a group")
+    with pytest.raises(VerlError, match=word.partition("=")[0].rpartition(".")[2]):
+        dry_run(str(path), *local(path, model, tmp_path), word)
+
+
+def test_the_examples_asked_for_are_there() -> None:
+    assert {"quickstart", "gsm8k_grpo", "gsm8k_ppo", "arithmetic_grpo"} <= {path.stem for path in EXAMPLES}
+    assert "quickstart" in recipes()
+    assert load_config("quickstart", ["trainer.output_dir=r"]) == load_config(
+        ROOT / "examples" / "quickstart.yaml", ["trainer.output_dir=r"]
+    )
+
+
+def run_quickstart(folder: Path, steps: int) -> list[dict[str, float]]:
+    words = [f"trainer.total_steps={steps}", f"trainer.output_dir={folder}", "trainer.device=cpu", "track.trackers=[]"]
+    assert train_run(load_config("quickstart", words)) == 0
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def test_quickstart_trains_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = run_quickstart(tmp_path / "run", 2)
+    assert [row["step"] for row in first] == [1, 2]
+    assert all(row["actor/grad_norm"] > 0 and row["actor/skipped_updates/sum"] == 0 for row in first)
+    whole = run_quickstart(tmp_path / "run", 4)
+    assert [row["step"] for row in whole] == [1, 2, 3, 4] and whole[:2] == first
+    assert "reward/score/mean" in capsys.readouterr().out, "the report"
+    assert {path.name for path in (tmp_path / "run").iterdir()} >= {
+        "config.yaml", "metrics.jsonl", "rollouts", "checkpoints", "logs"
+    }  # fmt: skip
+
+
+def test_every_key_of_the_saved_config_is_documented(tmp_path: Path) -> None:
+    config = load_config("quickstart", [f"trainer.output_dir={tmp_path}"])
+    free = ("model.scratch.",)
+    saved = [key for key in flat(config.model_dump(mode="json")) if not key.startswith(free)]
+    assert [key for key in saved if key not in reference().all_keys()] == []
+
+
+def flat(values: dict[str, object], prefix: str = "") -> list[str]:
+    found = []
+    for name, value in values.items():
+        found += flat(value, f"{prefix}{name}.") if isinstance(value, dict) and value else [prefix + name]
+    return found
