@@ -18,6 +18,7 @@ SCRATCH = {
     "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32, "initializer_range": 0.4,
     "tie_word_embeddings": False,
 }  # fmt: skip
+REWARDS = Path(__file__).with_name("rewards.py")
 TIMES = ("timing/", "perf/")
 
 
@@ -31,18 +32,13 @@ def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     return path
 
 
-def digits(response: str, ground_truth: str) -> float:
-    """A reward that varies within a group: how often the response has an even digit."""
-    return sum(c in "02468" for c in response) / 4
-
-
 def sections(folder: Path, rows: int = 8, **changes: Any) -> dict[str, Any]:
     """A GRPO run of two prompts a step on random weights; ``changes`` are dotted keys, with ``__`` for the dots."""
     write_jsonl(folder / "train.jsonl", prompts(rows))
     plain = {
         "model": {"scratch": dict(SCRATCH), "tokenizer": "chars:0123456789+="},
         "data": {"train": str(folder / "train.jsonl"), "max_prompt_tokens": 8},
-        "reward": {"function": f"{__file__}:digits", "workers": 0},
+        "reward": {"function": f"{REWARDS}:digits", "workers": 0},
         "algorithm": {"name": "grpo"},
         "rollout": {"max_response_tokens": 4},
         "actor": {"optim": {"lr": 0.01}},

@@ -9,6 +9,7 @@ import copy
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from os import PathLike
 from typing import Any, cast
 
 import torch
@@ -89,12 +90,17 @@ def sections_of(
 ) -> tuple[OnPolicyRun, Given]:
     """The validated sections and whatever was given as an object. Raises ConfigError."""
     given = Given()
-    model_keys = dict(model) if isinstance(model, Mapping) else {"path": model}
+    model_keys = dict(model) if isinstance(model, Mapping) else {"path": str(model)}
     if isinstance(model, torch.nn.Module):
         given.model = cast(PreTrainedModel, model)
         model_keys = {"path": GIVEN}
-    if isinstance(tokenizer, str):
-        model_keys["tokenizer"] = tokenizer
+    elif not isinstance(model, str | PathLike | Mapping):
+        raise ConfigError(
+            "model must be a folder or hub name, a transformers module or the keys of the model section, "
+            f"got {type(model).__name__}"
+        )
+    if isinstance(tokenizer, str | PathLike):
+        model_keys["tokenizer"] = str(tokenizer)
     elif tokenizer is not None:
         given.tokenizer = tokenizer
         model_keys["tokenizer"] = GIVEN

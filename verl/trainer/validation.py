@@ -65,7 +65,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 def rollout_rows(batch: Batch, **constants: Any) -> list[dict[str, Any]]:
     """One JSON-able mapping a response: prompt, response, score, log-probs and where they came from."""
     lengths = batch.lengths("response_ids").tolist()
-    log_probs = batch["rollout_log_probs"].split(lengths)
+    ids, log_probs = (batch[name].split(lengths) for name in ("response_ids", "rollout_log_probs"))
     rows = []
     for i, row in enumerate(batch.rows):
         rows.append(
@@ -74,6 +74,7 @@ def rollout_rows(batch: Batch, **constants: Any) -> list[dict[str, Any]]:
                 "row_id": int(batch["row_id"][i]),
                 "prompt": row["prompt"],
                 "response": row["response"],
+                "response_ids": ids[i].tolist(),
                 "ground_truth": row["ground_truth"],
                 "score": float(batch["scores"][i]) if bool(batch["is_scored"][i]) else None,
                 "finish_reason": FINISH_NAMES[int(batch["finish_reason"][i])],
