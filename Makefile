@@ -19,7 +19,7 @@ check: .venv/installed-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/config_reference.py --check
-	$(BIN)/python -m pytest -q tests/test_docs.py tests/test_examples.py tests/test_architecture.py
+	$(BIN)/python -m pytest -q tests/test_docs.py tests/test_examples.py tests/test_architecture.py tests/test_package.py
 
 format: .venv/installed-dev
 	$(BIN)/ruff check --fix .

@@ -36,12 +36,18 @@ OUTSIDE_LEVELS = {"__init__", "__main__", "recipes", "utils"}
 """The entry, data files, and the import path of the profiler, which only passes on a name."""
 
 WITHOUT_TEST_FILE = {
-    "rollout/native/decode",  # the next three run on CUDA only: tests/rollout/test_cuda.py
-    "rollout/native/graph",
-    "rollout/native/triton_decode",
-    "rollout/native/runner",  # inside the engine: tests/rollout/native/test_engine.py and the conformance suite
-    "rollout/native/sequence",
+    # run on CUDA only: tests/rollout/test_cuda.py
+    *("rollout/native/decode", "rollout/native/graph", "rollout/native/triton_decode"),
+    # inside the native engine: tests/rollout/native/test_engine.py and the conformance suite
+    *("rollout/native/runner", "rollout/native/sequence"),
+    # what a model computes, against its plain forward: tests/conformance and tests/engines
+    *("models/attention", "models/causal_lm", "models/loading", "models/networks", "engines/masters"),
+    # glue of the loop, through whole runs: tests/trainer, tests/test_docs.py, tests/test_examples.py
+    *("workers/reference", "workers/rollout", "workers/trained", "hybrid_engine/colocated", "cli", "config", "bench"),
+    *(f"trainer/{name}" for name in ("assembly", "callbacks", "inference", "launch", "measures", "scoring")),
+    *("trainer/sections", "trainer/validation"),
 }
+"""Modules that are tested from another file than their own."""
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_CONFIG_KEYS = 600, 100, 150
 
 
