@@ -43,7 +43,7 @@ WITHOUT_TEST_FILE = {
     # what a model computes, against its plain forward: tests/conformance and tests/engines
     *("models/attention", "models/causal_lm", "models/loading", "models/networks", "engines/masters"),
     # glue of the loop, through whole runs: tests/trainer, tests/test_docs.py, tests/test_examples.py
-    *("workers/reference", "workers/rollout", "workers/trained", "hybrid_engine/colocated", "cli", "config", "bench"),
+    *("workers/reference", "workers/rollout", "workers/trained", "hybrid_engine/colocated", "cli", "config"),
     *(f"trainer/{name}" for name in ("assembly", "callbacks", "inference", "launch", "measures", "scoring")),
     *("trainer/sections", "trainer/validation"),
 }
