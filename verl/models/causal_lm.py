@@ -67,7 +67,7 @@ class CausalLM:
 
     @torch.no_grad()
     def _check_against(self, own_hidden: Tensor, own_logits: Tensor) -> None:
-        """The head on the module's own hidden states, then the whole on the same ids; looser where rounding is coarse."""
+        """The head on the module's own states, then the whole on the same ids; looser where rounding is coarse."""
         ids = _probe_ids(self.module)
         attention = PackedAttention(torch.tensor([len(ids)]), ids.device)
         ours = self.logits(self.hidden(ids, torch.arange(len(ids), device=ids.device), attention))

@@ -31,7 +31,9 @@ def log_probs_and_entropy(
     ``entropy_gradient``.
     """
     head = [p for p in lm.head.parameters() if p.requires_grad]
-    log_probs, entropy = _TokenLogProbs.apply(lm, targets, temperature, hidden, *head)
+    log_probs, entropy = _TokenLogProbs.apply(  # type: ignore[no-untyped-call]
+        lm, targets, temperature, hidden, *head
+    )
     return log_probs, entropy if entropy_gradient else entropy.detach()
 
 
