@@ -18,8 +18,6 @@ from verl.models.loading import character_tokenizer
 from verl.trainer.launch import train_run
 from verl.trainer.sections import OnPolicyRun
 
-pytestmark = pytest.mark.filterwarnings("ignore:register_new_resolver:UserWarning")  # omegaconf 2.4 renamed it
-
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 CONFIGS = [*EXAMPLES, *sorted((ROOT / "verl" / "recipes").glob("*.yaml"))]
