@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf import __version__ as omegaconf_version
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -62,15 +63,17 @@ def read_sections(source: str | Path, overrides: Sequence[str] = ()) -> dict[str
     """The plain nested mapping, before it is validated. ``${here:}`` in it is the folder of the file itself."""
     path = _find(source)
     origin = str(path)
-    OmegaConf.register_new_resolver("here", lambda: str(path.resolve().parent), replace=True)
+    _register_here(path.resolve().parent)
     try:
         loaded = OmegaConf.create(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {origin!r} can't be read: {error}") from error
     except (YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{origin} is no valid YAML: {error}") from error
+    except AssertionError:  # omegaconf's own, of a file that holds one number
+        loaded = None
     if not isinstance(loaded, DictConfig):
-        raise ConfigError(f"{origin} must hold sections (model:, data:, …), got {type(loaded).__name__}")
+        raise ConfigError(f"{origin} must hold sections (model:, data:, …), not a list or a single value")
     try:
         given = _overrides(overrides)
         _expand_names(loaded, given)
@@ -85,6 +88,16 @@ def recipes() -> dict[str, Path]:
     return {
         Path(str(f)).stem: Path(str(f)) for f in files("verl").joinpath("recipes").iterdir() if str(f).endswith(".yaml")
     }
+
+
+def _register_here(folder: Path) -> None:
+    def here() -> str:
+        return str(folder)
+
+    # omegaconf 2.4 renamed the function; before, the new name meant another one
+    is_renamed = tuple(int(part) for part in omegaconf_version.split(".")[:2]) >= (2, 4)
+    name = "register_resolver" if is_renamed else "register_new_resolver"
+    getattr(OmegaConf, name)("here", here, replace=True)
 
 
 def _find(source: str | Path) -> Path:
@@ -116,8 +129,9 @@ def _overrides(words: Sequence[str]) -> DictConfig:
         clash = next((k for k in seen if k.startswith(key + ".") or key.startswith(k + ".")), None)
         if clash is not None:
             raise ConfigError(f"keys {clash!r} and {key!r} overlap: {seen[clash]!r} and {word!r}")
+        try:
+            OmegaConf.from_dotlist([word])
+        except (YAMLError, OmegaConfBaseException) as error:
+            raise ConfigError(f"the value of {word!r} is no valid YAML; quote it: {error}") from error
         seen[key] = word
-    try:
-        return OmegaConf.from_dotlist(list(words))
-    except (YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"an override can't be read: {error}") from error
+    return OmegaConf.from_dotlist(list(words))

@@ -19,6 +19,7 @@ from typing_extensions import Self
 
 from verl.algorithms import ALGORITHMS
 from verl.algorithms.base import AlgorithmConfig
+from verl.common.errors import ConfigError
 from verl.common.section import Section
 from verl.data.config import DataConfig
 from verl.engines.config import EngineConfig, TrainedConfig
@@ -112,6 +113,17 @@ class OnPolicyRun(Section):
             {"name": "native", **value} if isinstance(value, Mapping) else value, ROLLOUT_ENGINES, "rollout"
         )
 
+    @classmethod
+    def parse(cls, values: Mapping[str, Any], where: str = "") -> Self:
+        """As in Section; a variant's keys are named by their dotted path too."""
+        try:
+            return super().parse(values, where)
+        except ConfigError as error:
+            text = str(error)
+            for section in ("algorithm", "rollout"):
+                text = text.replace(f"{section}: {section}", section)
+            raise ConfigError(text) from None
+
     @model_validator(mode="after")
     def _sections_fit(self) -> Self:
         if conflicts := _conflicts(self):
@@ -182,8 +194,6 @@ def _idle_keys(run: OnPolicyRun) -> dict[str, str]:
 def _conflicts(run: OnPolicyRun) -> list[str]:
     """What two sections make impossible together; each line names both keys."""
     found = []
-    if run.rollout.temperature == 0:
-        found.append("rollout.temperature=0 is greedy: samples of a group would be equal. Set it above 0")
     algorithm = ALGORITHMS.load(run.algorithm.name)
     if run.trainer.group_size < algorithm.min_group_size:
         found.append(
@@ -216,4 +226,4 @@ def _variant(value: Any, registry: Any, section: str) -> Any:
         return value
     if "name" not in value:
         raise ValueError(f"{section}.name is missing. Known: {', '.join(sorted(registry))}")
-    return registry.load(str(value["name"])).Config.parse(value)
+    return registry.load(str(value["name"])).Config.parse(value, section)
