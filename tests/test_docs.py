@@ -285,9 +285,14 @@ def one_step_runs(folder: Path) -> Iterator[Path]:
         yield folder / algorithm["name"]
 
 
-def test_every_metric_that_a_run_writes_is_defined_and_the_other_way_round(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return list(one_step_runs(tmp_path_factory.mktemp("runs")))
+
+
+def test_every_metric_that_a_run_writes_is_defined_and_the_other_way_round(runs: list[Path]) -> None:
     written: set[str] = set()
-    for run in one_step_runs(tmp_path):
+    for run in runs:
         for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
             written |= json.loads(line).keys() - {"step"}
     assert {"critic/value_loss", "actor/kl", "actor/reward_kl", "reward/digits/mean"} <= written
@@ -298,6 +303,19 @@ def test_every_metric_that_a_run_writes_is_defined_and_the_other_way_round(tmp_p
     assert unknown == set(), "not defined in docs/metrics.md"
     idle = {name for name, pattern in patterns.items() if not any(pattern.fullmatch(key) for key in written)}
     assert idle - NOT_ON_EVERY_MACHINE == set(), "defined, and no run writes it"
+
+
+def test_run_directory_and_lines_of_samples_are_described(runs: list[Path]) -> None:
+    text = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
+    table = text.partition("A line of `rollouts/` is one response:")[2].partition("\n## ")[0]
+    described = {
+        word for cell in re.findall(r"^\| (`[^|]+) \|", table, re.MULTILINE) for word in re.findall(r"\w+", cell)
+    }
+    for run in runs:
+        sample = (run / "rollouts" / "step_000001.jsonl").read_text(encoding="utf-8").splitlines()[0]
+        assert json.loads(sample).keys() == described
+        shown = {path.name for path in run.iterdir() if not path.name.startswith(".")}
+        assert [name for name in shown if not re.search(rf"^  {re.escape(name)}\b", text, re.MULTILINE)] == []
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "docs" / "algorithms").glob("*.md")), ids=page_id)
