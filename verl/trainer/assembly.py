@@ -18,7 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from verl.algorithms import ALGORITHMS
 from verl.algorithms.base import Algorithm
-from verl.common.errors import ConfigError
+from verl.common.errors import ConfigError, VerlError
 from verl.common.seeding import seed_everything
 from verl.data.loader import PromptLoader
 from verl.data.prompts import PromptDataset, load_prompts, shared_prompts
@@ -126,7 +126,7 @@ def assemble(config: OnPolicyRun, given: Given) -> Parts:
     disable_progress_bar()  # transformers' own bars would tear the run's
     device = pick_device(config.trainer.device)
     config.track.check_installed()
-    rewards = RewardRunner(config.reward if given.reward is None else given.reward, config.reward)
+    rewards = reward_runner(config, given)
     tokenizer = given.tokenizer or load_tokenizer(config.model)
     train, val = load_data(config, given, tokenizer)
     hf_config = given.model.config if given.model is not None else load_model_config(config.model, tokenizer)
@@ -181,6 +181,16 @@ def _assemble(
     )
     parts.passes = _passes(parts, _reference(config, frozen, device) if frozen is not None else None)
     return parts
+
+
+def reward_runner(config: OnPolicyRun, given: Given) -> RewardRunner:
+    """The runner of the run's one reward. Raises ConfigError when there is none or it can't be loaded here."""
+    try:
+        return RewardRunner(config.reward if given.reward is None else given.reward, config.reward)
+    except VerlError:
+        raise
+    except Exception as error:  # a user's module, loaded in this process
+        raise ConfigError(f"the reward's function can't be loaded: {type(error).__name__}: {error}") from error
 
 
 def reward_keys(reward: Any) -> dict[str, Any]:

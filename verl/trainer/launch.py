@@ -7,8 +7,7 @@ from pathlib import Path
 
 from verl.models.loading import load_model_config, load_tokenizer
 from verl.observe.report import print_report
-from verl.rewards.runner import RewardRunner
-from verl.trainer.assembly import Given, check_lengths, load_data
+from verl.trainer.assembly import Given, check_lengths, load_data, reward_runner
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.resume import prepare_folder
 from verl.trainer.sections import OnPolicyRun
@@ -18,7 +17,7 @@ log = logging.getLogger(__name__)
 
 def plan(config: OnPolicyRun) -> str:
     """The effective config as YAML and, below it, what it comes to. Loads tokenizer and data, no model."""
-    RewardRunner(config.reward).close()
+    reward_runner(config, Given()).close()
     tokenizer = load_tokenizer(config.model)
     train, val = load_data(config, Given(), tokenizer)
     check_lengths(load_model_config(config.model, tokenizer), config, train, val)
