@@ -16,10 +16,12 @@ from typing import Any
 
 import pytest
 import typer
+import yaml
 from omegaconf import OmegaConf
 
 from tests.config_keys import reference
 from tests.tiny import tiny_folder
+from verl.algorithms import ALGORITHMS
 from verl.batch import FIELDS
 from verl.cli import app
 from verl.common.errors import ConfigError
@@ -240,6 +242,35 @@ def documented(text: str) -> list[str]:
             before = keys[-1].rpartition("/")[0] if keys else ""
             keys += [before + name if name.startswith("/") else name for name in names]
     return [key for key in keys if "/" in key.strip("/") or key.endswith("_s")]
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_algorithm_pages_have_the_keys_and_their_defaults(name: str) -> None:
+    shared, own = reference().variant_keys("algorithm")
+    defaults = {key.name: key.default.strip("`") for key in [*shared, *own[name]]}
+    page = (ROOT / "docs" / "algorithms" / f"{name}.md").read_text(encoding="utf-8")
+    table = page.partition("\n## Keys\n")[2].partition("\n## ")[0]
+    shown = key_table(table)
+    assert {key.name for key in own[name]} <= shown.keys() <= defaults.keys()
+    assert {key: value for key, value in shown.items() if yaml.safe_load(value) != yaml.safe_load(defaults[key])} == {}
+
+
+def test_algorithms_overview_has_the_shared_keys_and_their_defaults() -> None:
+    shared, own = reference().variant_keys("algorithm")
+    assert len(own) > 1
+    page = (ROOT / "docs" / "algorithms" / "README.md").read_text(encoding="utf-8")
+    shown = key_table(page.partition("\n**Keys** ")[2].partition("\n**")[0])
+    assert shown.keys() >= {key.name for key in shared}
+    wrong = {k.name: shown[k.name] for k in shared if yaml.safe_load(shown[k.name]) != yaml.safe_load(k.default[1:-1])}
+    assert wrong == {}
+
+
+def key_table(text: str) -> dict[str, str]:
+    """Key -> default, from rows such as ``| `a`, `b` | 1, 2 | why |``."""
+    shown: dict[str, str] = {}
+    for keys, values in re.findall(r"^\| (`[^|]+) \| ([^|]+) \|", text, re.MULTILINE):
+        shown |= dict(zip(re.findall(r"`([\w.]+)`", keys), values.split(", "), strict=True))
+    return shown
 
 
 METRICS_PAGE = ROOT / "docs" / "metrics.md"
