@@ -43,9 +43,8 @@ WITHOUT_TEST_FILE = {
     # what a model computes, against its plain forward: tests/conformance and tests/engines
     *("models/attention", "models/causal_lm", "models/loading", "models/networks", "engines/masters"),
     # glue of the loop, through whole runs: tests/trainer, tests/test_docs.py, tests/test_examples.py
-    *("workers/reference", "workers/rollout", "workers/trained", "hybrid_engine/colocated", "cli", "config"),
-    *(f"trainer/{name}" for name in ("assembly", "callbacks", "inference", "launch", "measures", "scoring")),
-    *("trainer/sections", "trainer/validation"),
+    *("workers/reference", "workers/rollout", "workers/trained", "hybrid_engine/colocated"),
+    *(f"trainer/{name}" for name in ("assembly", "callbacks", "inference", "launch", "measures", "sections")),
 }
 """Modules that are tested from another file than their own."""
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_CONFIG_KEYS = 600, 100, 150
@@ -194,6 +193,14 @@ def test_every_algorithm_has_source_page_test_and_example() -> None:
         assert (ROOT / "docs" / "algorithms" / f"{name}.md").is_file()
         assert (ROOT / "tests" / "algorithms" / f"test_{module.stem}.py").is_file()
         assert re.search(rf"algorithm:\n  name: {name}\n", examples), f"no example trains with {name}"
+
+
+def test_nothing_asks_for_an_algorithm_or_an_engine_by_name() -> None:
+    names = {*registry("ALGORITHMS"), *registry("ROLLOUT_ENGINES")}
+    for path in FILES:
+        compared = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Compare | ast.MatchValue)]
+        words = {n.value for node in compared for n in ast.walk(node) if isinstance(n, ast.Constant)}
+        assert not {word for word in words if isinstance(word, str)} & names, path
 
 
 @pytest.mark.parametrize("name, page", [("REWARDS", "rewards.md"), ("ROLLOUT_ENGINES", "rollout.md")])
