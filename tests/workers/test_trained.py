@@ -13,6 +13,7 @@ from verl.engines.base import Engine, TrainingEngine
 from verl.engines.config import EngineConfig, TrainedConfig
 from verl.models.causal_lm import CausalLM
 from verl.models.networks import PolicyNetwork, ValueNetwork
+from verl.observe.metrics import MetricSums
 from verl.workers.reference import Reference
 from verl.workers.trained import Actor, Critic
 
@@ -37,15 +38,9 @@ def critic(**config: Any) -> Critic:
 def parts_of(role: Actor, step: int = 1) -> list[list[int]]:
     """Rows of each mini-batch of an update."""
     seen: list[list[int]] = []
-    role.engine.update = lambda part, *_, **__: seen.append(part["row_id"].tolist()) or Sums()  # type: ignore
+    role.engine.update = lambda part, *_, **__: seen.append(part["row_id"].tolist()) or MetricSums()  # type: ignore
     role.update(sampled_batch(PROMPTS, RESPONSES), step=step, total_steps=3)
     return seen
-
-
-def Sums() -> Any:
-    from verl.observe.metrics import MetricSums
-
-    return MetricSums()
 
 
 @pytest.mark.parametrize(
@@ -56,7 +51,7 @@ def test_every_epoch_visits_each_row_once(epochs: int, parts: int, sizes: list[i
     assert [len(rows) for rows in seen] == sizes
     per_epoch = len(sizes) // epochs
     for start in range(0, len(seen), per_epoch):
-        assert sorted(sum(seen[start : start + per_epoch], [])) == [0, 1, 2, 3, 4]
+        assert sorted(row for part in seen[start : start + per_epoch] for row in part) == [0, 1, 2, 3, 4]
 
 
 def test_mini_batches_follow_from_seed_step_and_epoch() -> None:
