@@ -40,10 +40,10 @@ WITHOUT_TEST_FILE = {
     *("rollout/native/decode", "rollout/native/graph", "rollout/native/triton_decode"),
     # inside the native engine: tests/rollout/native/test_engine.py and the conformance suite
     *("rollout/native/runner", "rollout/native/sequence"),
-    # what a model computes, against its plain forward: tests/conformance and tests/engines
-    *("models/attention", "models/causal_lm", "models/loading", "models/networks", "engines/masters"),
-    # glue of the loop, through whole runs: tests/trainer, tests/test_docs.py, tests/test_examples.py
-    *("workers/reference", "workers/rollout", "workers/trained", "hybrid_engine/colocated"),
+    # through what calls them: tests/models, tests/engines/test_base.py, tests/conformance
+    *("models/attention", "engines/masters"),
+    # glue of the loop, through whole runs: tests/trainer, tests/invariants, tests/test_cli.py
+    "workers/reference",
     *(f"trainer/{name}" for name in ("assembly", "callbacks", "inference", "launch", "measures", "sections")),
 }
 """Modules that are tested from another file than their own."""
