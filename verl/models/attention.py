@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from verl.common.errors import VerlError
+
 ATTENTION = "verl"
 
 
@@ -50,14 +52,22 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    attention: Attention,
+    attention: Attention | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     dropout: float = 0.0,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The entry that transformers calls: query [1, H, N, D], key and value [1, K, N, D]; returns [1, N, H, D]."""
+    """The entry that transformers calls: query [1, H, N, D], key and value [1, K, N, D]; returns [1, N, H, D].
+
+    Raises VerlError for a module that is called as if it weren't under this library's attention.
+    """
+    if attention is None:
+        raise VerlError(
+            "the model is in a trainer, which runs it under an attention of its own: close() the trainer first, or "
+            "call model.set_attn_implementation('sdpa')"
+        )
     assert query.shape[0] == 1, "rows are packed into one"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: int = module.layer_idx  # type: ignore[assignment]  # set by every transformers attention layer
@@ -163,12 +173,13 @@ def varlen(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """torch's variable-length flash attention, causal; offsets are int32 prefix sums on the device."""
+    """torch's variable-length flash attention, causal; offsets are int32 prefix sums on the device.
+
+    Grouped query heads go in as they are: the kernel of torch 2.11 takes them, later ones want to be told.
+    """
     kwargs: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
     if _VARLEN_HAS_GQA:
         kwargs["enable_gqa"] = True
-    elif (groups := query.shape[1] // key.shape[1]) > 1:
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     q, k, v = query.contiguous(), key.contiguous(), value.contiguous()
     out = varlen_attn(q, k, v, query_offsets, key_offsets, max_query, max_key, **kwargs)
     assert isinstance(out, Tensor)  # without the log-sum-exp, which wasn't asked for

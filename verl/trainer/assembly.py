@@ -24,6 +24,7 @@ from verl.data.loader import PromptLoader
 from verl.data.prompts import PromptDataset, load_prompts, shared_prompts
 from verl.engines.base import Engine, TrainingEngine
 from verl.hybrid_engine.colocated import SharedWeights
+from verl.models.attention import ATTENTION
 from verl.models.causal_lm import CausalLM
 from verl.models.loading import (
     compute_dtype,
@@ -76,7 +77,16 @@ class Parts:
     critic: Critic | None
     weights: SharedWeights
     shape: ModelShape
+    own_attention: str
     passes: list[Any] = field(default_factory=list)
+
+    def take_model(self) -> None:
+        """Run the policy's module under this library's attention."""
+        cast(Any, self.module).set_attn_implementation(ATTENTION)
+
+    def give_model_back(self) -> None:
+        """Leave the module as its owner knows it: ``generate`` and plain calls work again."""
+        cast(Any, self.module).set_attn_implementation(self.own_attention)
 
     @property
     def trained(self) -> list[TrainedRole]:
@@ -152,6 +162,7 @@ def _assemble(
     seed_everything(config.trainer.seed)
     algorithm = ALGORITHMS.load(config.algorithm.name)(config.algorithm)
     module = _policy_module(config, given, tokenizer, device)
+    own_attention = "sdpa" if module.config._attn_implementation == ATTENTION else module.config._attn_implementation
     frozen = copy.deepcopy(module).requires_grad_(False) if "reference" in algorithm.needs else None
     critic = _critic(config, copy.deepcopy(module), algorithm, device) if "critic" in algorithm.needs else None
     lm = CausalLM(module)
@@ -178,6 +189,7 @@ def _assemble(
         critic=critic,
         weights=SharedWeights(actor.engine, engine, lm.module),
         shape=ModelShape.of(module),
+        own_attention=own_attention,
     )
     parts.passes = _passes(parts, _reference(config, frozen, device) if frozen is not None else None)
     return parts

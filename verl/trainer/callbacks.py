@@ -96,10 +96,16 @@ class Validate:
 
 
 class WriteRollouts:
-    """Samples of a step with scores and log-probs, as ``rollouts/step_000001.jsonl``."""
+    """Samples of a step with scores and log-probs, as ``rollouts/step_000001.jsonl``.
+
+    At the start it drops those of later steps, as metrics.jsonl does: the run went back to an earlier checkpoint.
+    """
 
     def on_start(self, trainer: PPOTrainer) -> None:
-        pass
+        for kind in ("rollouts", "validation"):
+            for path in (trainer.config.trainer.output_dir / kind).glob("step_*.jsonl"):
+                if path.name > _run_file(trainer, kind).name:
+                    path.unlink(missing_ok=True)
 
     def on_step(self, trainer: PPOTrainer, batch: Batch, metrics: dict[str, float]) -> None:
         every = trainer.config.trainer.save_rollouts_every

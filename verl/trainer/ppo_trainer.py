@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.batch import Batch
-from verl.common.errors import ConfigError, RunIncomplete
+from verl.common.errors import ConfigError, RunIncomplete, StaleWeights
 from verl.data.prompts import PromptRow
 from verl.observe.memory import reset_peak_memory
 from verl.observe.metrics import PhaseTimer
@@ -48,6 +48,7 @@ class PPOTrainer:
     tokenizer  a tokenizer or where to load it from; default: beside the model
     val        held-out prompts, as ``data``
     algorithm  name or keys of the ``algorithm`` section
+    callbacks  instead of those that the config asks for (``default_callbacks``), which also write metrics and save
     sections   rollout, actor, critic, reference, validation, trainer, profile: keys as in a YAML config
 
     Raises ConfigError or DataError for anything wrong before a model is loaded, where it can be known by then.
@@ -161,7 +162,7 @@ class PPOTrainer:
         return result
 
     def close(self) -> None:
-        """Save what ``step`` made outside ``run``, end the trackers and the reward workers.
+        """Save what ``step`` made outside ``run``, end the trackers and the reward workers, give the model back.
 
         A program that ends without it leaves no worker behind either.
         """
@@ -169,11 +170,15 @@ class PPOTrainer:
             self._end()
         finally:
             self.parts.rewards.close()
+            self.parts.give_model_back()
 
     def _start(self) -> None:
+        if not self.is_whole:
+            raise StaleWeights(f"step {self.steps_done + 1} broke off within its update: start again from a checkpoint")
         if self._is_started:
             return
         self._is_started = True
+        self.parts.take_model()
         folder = self.config.trainer.output_dir
         self.profiler = StepProfiler(self.config.profile, folder / "traces", rank=0, total_steps=self.last_step)
         for callback in self.callbacks:

@@ -8,8 +8,8 @@ entry may not import it.)
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 class TrainerConfig(Section):
     """Length of the run, size of a step, what is written where."""
 
-    output_dir: Path = Field(default_factory=lambda: Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
+    output_dir: Path = Field(default_factory=lambda: Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S-%f}")
     """The run directory: config, metrics, rollouts, checkpoints, traces, logs. Default: `runs/` and the time."""
     seed: int = Field(0, ge=0)
     """Every random draw of the run follows from it."""
