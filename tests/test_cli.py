@@ -273,7 +273,7 @@ def test_generate_by_seed(tmp_path: Path, command: Command, model: Path) -> None
         (["--temperature", "-1"], "temperature must be >= 0"),
         (["--top-p", "0"], "top_p must be in (0, 1]"),
         (["--max-new-tokens", "256"], "leaves no room for a prompt: the model has 256 positions"),
-        (["--max-new-tokens", "253"], "of 1 rows can't be used"),
+        (["--max-new-tokens", "253"], "the model has 256 positions, and the response may take all but 3"),
         (["--model", "/no/model"], "'/no/model' is no folder"),
         (["--out", "/proc/x/y"], "can't be written"),
         (["--out", "."], "is a folder"),

@@ -295,3 +295,9 @@ def test_python_and_yaml_refuse_the_same(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         PPOTrainer(**keys)
     assert str(caught.value) == problem(file_of(tmp_path), "actor.optim.lr=abc")
+
+
+def test_the_config_of_a_run_on_objects_says_what_to_name(tmp_path: Path) -> None:
+    path = file_of(tmp_path)
+    said = problem(path, "model.path='(given in Python)'", "data.train='(given in Python)'")
+    assert "model.path, data.train was an object in the Python program" in said

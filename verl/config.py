@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from verl.common.errors import ConfigError, UnknownName
-from verl.trainer.sections import OnPolicyRun
+from verl.trainer.sections import GIVEN, OnPolicyRun
 
 
 def load_config(source: str | Path, overrides: Sequence[str] = ()) -> OnPolicyRun:
@@ -34,6 +34,12 @@ def load_config(source: str | Path, overrides: Sequence[str] = ()) -> OnPolicyRu
         raise ConfigError("\n".join([*missing, str(error)])) from None
     if missing:
         raise ConfigError("\n".join(missing))
+    said: dict[str, Any] = {"model.path": run.model.path, "model.tokenizer": run.model.tokenizer}
+    said |= {"data.train": run.data.train, "data.val": run.data.val}
+    if objects := [key for key, value in said.items() if value == GIVEN]:
+        raise ConfigError(
+            f"{', '.join(objects)} was an object in the Python program of that run: name a file or folder"
+        )
     return run
 
 

@@ -38,15 +38,12 @@ from verl.models.networks import PolicyNetwork, ValueNetwork
 from verl.observe.flops import ModelShape
 from verl.rewards.runner import RewardRunner
 from verl.rollout import ROLLOUT_ENGINES
-from verl.trainer.sections import OnPolicyRun
+from verl.trainer.sections import GIVEN, OnPolicyRun
 from verl.workers.reference import Reference
 from verl.workers.rollout import Rollout
 from verl.workers.trained import Actor, Critic, TrainedRole
 
 log = logging.getLogger(__name__)
-
-GIVEN = "(given in Python)"
-"""Stands in the saved config where an object was passed instead of a name."""
 
 
 @dataclass

@@ -14,11 +14,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from verl.common.errors import ConfigError
+from verl.common.errors import ConfigError, DataError
 from verl.common.files import write_text
 from verl.common.seeding import derive_seed, seed_everything
 from verl.data.config import DataConfig
-from verl.data.prompts import load_prompts
+from verl.data.prompts import PromptDataset, load_prompts
 from verl.models.causal_lm import CausalLM
 from verl.models.loading import (
     ModelConfig,
@@ -75,9 +75,7 @@ def generate_file(
     Rows hold row_id, sample, prompt_ids, response_ids, log_probs, finish_reason, text. Returns how many.
     """
     _at_least_one("num_samples", num_samples)
-    dataset = load_prompts(
-        str(prompts), data_config(sampler, str(prompts), sampling, prompt_key, None), sampler.tokenizer
-    )
+    dataset = _load(sampler, data_config(sampler, str(prompts), sampling, prompt_key, None))
     requests = [
         Request(prompt_ids=row.prompt_ids, seed=derive_seed(seed, "generate", row.row_id, k), sampling=sampling)
         for row in dataset
@@ -115,7 +113,7 @@ def evaluate_model(
 ) -> Evaluation:
     """Accuracy and pass@k of the sampler's model on ``data.train``."""
     _at_least_one("num_samples", num_samples)
-    dataset = load_prompts(data.train, data, sampler.tokenizer, max_rows=data.max_train_rows)
+    dataset = _load(sampler, data)
     rollout = Rollout(sampler.engine, sampler.tokenizer, sampling, num_samples)
     with RewardRunner(reward) as rewards:
         rewards.start()
@@ -143,6 +141,18 @@ def data_config(
             **keys,
         }
     )
+
+
+def _load(sampler: Sampler, data: DataConfig) -> PromptDataset:
+    try:
+        return load_prompts(data.train, data, sampler.tokenizer, max_rows=data.max_train_rows)
+    except DataError as error:
+        if "data.max_prompt_tokens" not in str(error):
+            raise
+        raise DataError(
+            f"the model has {sampler.max_positions} positions, and the response may take all but "
+            f"{data.max_prompt_tokens} of them: lower max_new_tokens. {error}"
+        ) from error
 
 
 def prepare_output(path: Path) -> None:

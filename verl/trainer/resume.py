@@ -99,7 +99,7 @@ def restore(trainer: PPOTrainer) -> None:
     parts = trainer.parts
     if checkpoint.state["train_fingerprint"] != parts.train.fingerprint:
         log.warning("data.train holds other rows than when %s was saved: not the same curve", checkpoint.path)
-    _load_model(parts.module, checkpoint.part("actor/model"))
+    _load_model(parts.module, checkpoint.part("actor/model"), config.model.trust_remote_code)
     _load_optimizer(checkpoint.part("actor/optimizer"), parts.actor.engine)
     if parts.critic is not None:
         critic = parts.critic.engine
@@ -138,9 +138,9 @@ def _load_optimizer(folder: Path, engine: TrainingEngine) -> None:
     load_optimizer(folder, engine.optimizer, engine.masters.separate)
 
 
-def _load_model(module: nn.Module, folder: Path) -> None:
+def _load_model(module: nn.Module, folder: Path, trust_remote_code: bool) -> None:
     dtype = next(module.parameters()).dtype
-    saved = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    saved = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code)
     _copy_weights(module, dict(saved.named_parameters()) | dict(saved.named_buffers()))
 
 

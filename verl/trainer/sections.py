@@ -32,6 +32,9 @@ from verl.rollout.config import RolloutConfig
 
 log = logging.getLogger(__name__)
 
+GIVEN = "(given in Python)"
+"""Stands in the saved config where an object was passed instead of a name."""
+
 
 class TrainerConfig(Section):
     """Length of the run, size of a step, what is written where."""
