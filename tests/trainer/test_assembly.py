@@ -102,6 +102,14 @@ def test_cuda_without_cuda() -> None:
         pick_device("cuda:0")
 
 
+def test_a_cuda_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert pick_device("cuda:1") == torch.device("cuda:1") and pick_device("cuda").index is None
+    with pytest.raises(ConfigError, match=r"trainer\.device='cuda:2', but there are 2 CUDA devices"):
+        pick_device("cuda:2")
+
+
 @pytest.mark.parametrize(("tokens", "fits"), [(28, True), (29, False)])
 def test_prompt_and_response_must_fit_the_positions(tmp_path: Path, tokens: int, fits: bool) -> None:
     """The model has 32 positions and the longest prompt 4 tokens, whatever the limit on prompts says."""

@@ -214,9 +214,12 @@ def test_a_last_short_batch_with_more_mini_batches_than_rows(tmp_path: Path) -> 
     assert len(lines) == 2 and lines[1]["algorithm/groups"] == 1
 
 
-@pytest.mark.parametrize("steps", [[2], []])
-def test_traces_of_the_chosen_steps_only(tmp_path: Path, steps: list[int]) -> None:
-    run_lines(tmp_path, profile__steps=steps, trainer__total_steps=4)
+@pytest.mark.parametrize(
+    ("steps", "more"),
+    [([2], {}), ([2], {"profile__with_stacks": True, "profile__ranks": [0], "profile__record_memory": True}), ([], {})],
+)
+def test_traces_of_the_chosen_steps_only(tmp_path: Path, steps: list[int], more: dict[str, Any]) -> None:
+    run_lines(tmp_path, profile__steps=steps, trainer__total_steps=4, **more)
     traces = tmp_path / "run" / "traces"
     assert [p.name for p in traces.glob("*")] == (["step_000002.rank0.json"] if steps else [])
     assert traces.exists() is bool(steps)
@@ -224,8 +227,11 @@ def test_traces_of_the_chosen_steps_only(tmp_path: Path, steps: list[int]) -> No
         assert len(json.loads((traces / "step_000002.rank0.json").read_text())["traceEvents"]) > 10
 
 
-def test_a_trace_of_a_step_that_never_comes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run_lines(tmp_path, profile__steps=[9])
+@pytest.mark.parametrize("selection", [{"profile__steps": [9]}, {"profile__steps": [1], "profile__ranks": [9]}])
+def test_a_trace_of_a_step_or_rank_that_never_comes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, selection: dict[str, Any]
+) -> None:
+    run_lines(tmp_path, **selection)
     assert "9" in caplog.text and not (tmp_path / "run" / "traces").exists()
 
 

@@ -167,7 +167,7 @@ def test_resume_after_a_kill_at_any_moment(tmp_path: Path) -> None:
     )  # fmt: skip
     while process.poll() is None and not list(run_folder.glob("run/rollouts/*")):
         time.sleep(0.01)
-    time.sleep(random.random() * 0.3)
+    time.sleep(random.random() * 0.2)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     run(run_folder, **changes)

@@ -304,6 +304,10 @@ def pick_device(name: str) -> torch.device:
         raise ConfigError(f"trainer.device={name!r} is no device: auto, cpu, cuda or cuda:N") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"trainer.device={name!r}, but torch sees no CUDA device. Set trainer.device=cpu or auto")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"trainer.device={name!r}, but there are {torch.cuda.device_count()} CUDA devices, from cuda:0"
+        )
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"trainer.device={name!r} isn't supported: auto, cpu, cuda or cuda:N")
     return device
