@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 
 import verl
 from verl.common.errors import ConfigError
+from verl.config import parse_overrides
 from verl.trainer.ppo_trainer import PPOTrainer
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
@@ -37,6 +38,7 @@ DEFAULTS = {
         "tokenizer": f"chars:{_LETTERS}",
     },
     "data": {"max_prompt_tokens": 32},
+    "reward": {"workers": 0},
     "rollout": {"name": "native", "max_response_tokens": 64, "ignore_eos": True},
     "trainer": {"prompts_per_step": 8, "group_size": 8},
     "actor": {"optim": {"lr": 1e-6}},
@@ -52,12 +54,12 @@ def measure_step(overrides: Sequence[str], steps: int) -> dict[str, Any]:
     """
     if steps < 1:
         raise ConfigError(f"--steps must be at least 1, got {steps}")
-    sections: Any = OmegaConf.to_container(OmegaConf.merge(DEFAULTS, OmegaConf.from_dotlist(list(overrides))))
+    sections: Any = OmegaConf.to_container(OmegaConf.merge(DEFAULTS, parse_overrides(overrides)))
     with tempfile.TemporaryDirectory(prefix="verl-bench-") as folder:
         sections["trainer"]["output_dir"] = folder
-        trainer = PPOTrainer(
-            **sections | {"data": sections["data"] | {"train": _prompts(sections)}}, reward=_reward, callbacks=[]
-        )
+        sections["data"]["train"] = _prompts(sections)
+        sections["reward"]["function"] = _reward
+        trainer = PPOTrainer(**sections, callbacks=[])
         rows = []
         for _ in range(steps + 1):
             rows.append(trainer.step())
@@ -73,18 +75,21 @@ def measure_step(overrides: Sequence[str], steps: int) -> dict[str, Any]:
 def step_lines(found: dict[str, Any]) -> list[str]:
     """One aligned line a figure."""
     flat = {**found["setting"], **{k: v for k, v in found.items() if k != "setting"}}
-    return [
-        f"{name:<34} {value:,.4g}" if isinstance(value, float) else f"{name:<34} {value}"
-        for name, value in flat.items()
-    ]
+    return [f"{name:<34} {_figure(value)}" for name, value in flat.items()]
+
+
+def _figure(value: Any) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def _setting(trainer: PPOTrainer, steps: int) -> dict[str, Any]:
     device = trainer.parts.device
+    is_gpu = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if is_gpu else f"cpu, {torch.get_num_threads()} threads"
     return {
-        "device": torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"cpu, {torch.get_num_threads()} threads",
+        "device": name,
         "verl": verl.__version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,

@@ -103,6 +103,7 @@ def evaluate(
     ground_truth_key: Annotated[
         str, typer.Option("--ground-truth-key", help="Column that holds the answer.")
     ] = "ground_truth",
+    prompt_template: Annotated[str, typer.Option("--prompt-template", help="Text around {prompt}.")] = "{prompt}",
     max_rows: Annotated[int | None, typer.Option("--max-rows", help="Rows to use; default all.")] = None,
     system_prompt: Annotated[
         str | None, typer.Option("--system-prompt", help="System message before each prompt.")
@@ -124,7 +125,7 @@ def evaluate(
         prepare_output(out)
     sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature)
     sampler = load_sampler(model, device=device, seed=seed)
-    keys = {"max_train_rows": max_rows, "system_prompt": system_prompt}
+    keys = {"max_train_rows": max_rows, "system_prompt": system_prompt, "prompt_template": prompt_template}
     source = data_config(sampler, data, sampling, prompt_key, ground_truth_key, **keys)
     found = evaluate_model(sampler, source, scorer, sampling, num_samples=num_samples, seed=seed, passing=passing)
     if out is not None:
@@ -151,9 +152,9 @@ def report(
     run: Annotated[Path, typer.Argument(help="Run directory.")],
 ) -> None:
     """Summary of a run: rewards, speed, the reward curve, three samples."""
-    from verl.observe.report import print_report
+    from verl.trainer.launch import report as write_report
 
-    print_report(run)
+    write_report(run)
 
 
 @bench_app.command(name="step")
@@ -181,6 +182,7 @@ def main() -> None:
     """Entry of the ``verl`` command: a known error is one message and exit code 1, not a traceback."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("verl").setLevel(logging.INFO)
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # a warning that concerns no user of ours
     try:
         app()
     except VerlError as error:

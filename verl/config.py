@@ -81,7 +81,7 @@ def read_sections(source: str | Path, overrides: Sequence[str] = ()) -> dict[str
     if not isinstance(loaded, DictConfig):
         raise ConfigError(f"{origin} must hold sections (model:, data:, …), not a list or a single value")
     try:
-        given = _overrides(overrides)
+        given = parse_overrides(overrides)
         _expand_names(loaded, given)
         plain: Any = OmegaConf.to_container(OmegaConf.merge(loaded, given), resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
@@ -124,7 +124,8 @@ def _expand_names(loaded: DictConfig, given: DictConfig) -> None:
             loaded[section] = {"name": value}
 
 
-def _overrides(words: Sequence[str]) -> DictConfig:
+def parse_overrides(words: Sequence[str]) -> DictConfig:
+    """``key.path=value`` words as nested keys. Raises ConfigError for a malformed, repeated or overlapping one."""
     seen: dict[str, str] = {}
     for word in words:
         key, equals, _ = word.partition("=")

@@ -168,7 +168,7 @@ def test_a_step_at_a_time(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path / "steps", trainer__total_steps=3)
     for _ in range(3):
         metrics = trainer.step()
-    assert trainer.steps_done == 3 and metrics["rollout/policy_version"] == 3
+    assert trainer.steps_done == 3 and metrics["rollout/policy_version"] == 2
     trainer.close()
     assert checkpoints_of(tmp_path / "steps" / "run") == ["step_000003"]
     assert metrics_of(tmp_path / "steps" / "run") == run_lines(tmp_path / "run", trainer__total_steps=3)

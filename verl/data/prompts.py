@@ -104,7 +104,11 @@ class PromptDataset(Sequence[PromptRow]):
         kept = [row for row in self._rows if row.prompt_ids not in taken]
         if not kept:
             raise DataError(f"all {len(self)} rows of data.train are in data.val too (data.exclude_val)")
-        out = tuple(Incident(row.row_id, row.source, "is in data.val") for row in self._rows if row.prompt_ids in taken)
+        out = tuple(
+            Incident(row.row_id, f"row {row.row_id} of {row.source}", "is in data.val")
+            for row in self._rows
+            if row.prompt_ids in taken
+        )
         dropped = {**self.report.dropped, "also in data.val": out} if out else self.report.dropped
         return PromptDataset(kept, replace(self.report, rows_kept=len(kept), dropped=dropped))
 

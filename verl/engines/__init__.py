@@ -1,0 +1,1 @@
+"""Forward passes and optimizer steps of one role over packed micro-batches."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 def characters(response: str, ground_truth: object) -> float:
     """Share of positions at which response and answer have the same character, over the longer of the two.
 
-    1 where they are equal, 0 where both are empty of anything in common; surrounding blanks don't count.
+    1 where they are equal, also where both are empty; surrounding blanks don't count.
     """
     given, wanted = response.strip(), str(ground_truth).strip()
     longest = max(len(given), len(wanted))

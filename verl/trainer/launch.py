@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from importlib.util import find_spec
 from pathlib import Path
 
 from verl.models.loading import load_model_config, load_tokenizer
+from verl.observe.curve import reward_curve_png
 from verl.observe.report import print_report
 from verl.trainer.assembly import Given, check_lengths, load_data, reward_runner
 from verl.trainer.ppo_trainer import PPOTrainer
@@ -44,8 +46,19 @@ def train_run(config: OnPolicyRun) -> int:
         finally:
             trainer.close()
     if result.steps:
-        print_report(folder)
+        report(folder)
     return result.exit_code
+
+
+def report(folder: Path) -> None:
+    """Print the run's summary and draw its reward curve into ``reward.png``, where matplotlib is there to draw it."""
+    print_report(folder)
+    if find_spec("matplotlib") is None:
+        log.info("no picture of the curve: pip install 'verl[plot]'")
+        return
+    picture = folder / "reward.png"
+    reward_curve_png(folder / "metrics.jsonl", picture)
+    log.info("reward curve drawn in %s", picture)
 
 
 class _log_file:  # used as a context manager

@@ -203,5 +203,5 @@ class PPOTrainer:
     def _measured(self, batch: Batch, metrics: dict[str, float], timings: dict[str, float]) -> dict[str, float]:
         actor = self.parts.actor
         speed = throughput(batch, timings, self.parts.shape, actor.config.epochs_per_step, self.parts.device)
-        version = {"rollout/policy_version": float(self.parts.weights.version)}
+        version = {"rollout/policy_version": float(batch["policy_version"].max())}
         return {**metrics, **describe_responses(batch), **version, **timings, **speed}

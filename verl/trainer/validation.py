@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import comb
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -103,7 +104,7 @@ def _metrics(batch: Batch, group_size: int, passing: float) -> dict[str, float]:
     by_source: dict[str, list[float]] = defaultdict(list)
     for row, value, is_good in zip(batch.rows, scores.tolist(), is_scored.tolist(), strict=True):
         if is_good:
-            by_source[row["source"]].append(value)
+            by_source[PurePath(row["source"]).name].append(value)
     if len(by_source) > 1:
         metrics |= {f"score/{source}/mean": sum(v) / len(v) for source, v in by_source.items()}
     return metrics

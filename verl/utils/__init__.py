@@ -1,0 +1,1 @@
+"""Import paths that users type; re-exports only."""

@@ -1,0 +1,1 @@
+"""The roles of a run: actor, critic, reference, rollout. Thin glue over engines."""
