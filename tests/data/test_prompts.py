@@ -197,3 +197,16 @@ def test_slices_and_prompt_ids_agree_with_the_encoder():
     data = load_prompts(rows("hi", "w6", "w7"), DataConfig(), word_tokenizer())
     assert [row.row_id for row in data[1:]] == [1, 2]
     assert all(list(row.prompt_ids) == encode_prompt(word_tokenizer(), row.prompt, DataConfig()) for row in data)
+
+
+def test_rows_that_are_held_out_leave_training_and_are_named() -> None:
+    tokenizer = word_tokenizer(chat_template=False)
+    config = DataConfig(ground_truth_key=None)
+    train = load_prompts([{"prompt": "hi"}, {"prompt": "w6"}, {"prompt": "hi"}], config, tokenizer)
+    val = load_prompts([{"prompt": "hi"}], config, tokenizer, key="data.val")
+    kept = train.without(val)
+    assert [row.row_id for row in kept] == [1]
+    assert [incident.row_id for incident in kept.report.dropped["also in data.val"]] == [0, 2]
+    assert (kept.report.rows_read, kept.report.rows_kept) == (3, 1)
+    with pytest.raises(DataError, match=r"all 1 rows of data.train are in data.val"):
+        val.without(train)
