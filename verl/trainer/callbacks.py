@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from verl.batch import Batch
 from verl.common.errors import CheckpointError
@@ -26,20 +26,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class Callback(Protocol):
-    """Called by the trainer at the start, after each step and at the end (also an interrupted one)."""
+class Callback:
+    """Called by the trainer at the start, after each step and at the end (also an interrupted one); does nothing."""
 
     def on_start(self, trainer: PPOTrainer) -> None:
         """Before the first step of a ``run`` call."""
-        ...
 
     def on_step(self, trainer: PPOTrainer, batch: Batch, metrics: dict[str, float]) -> None:
         """After a step; may add to ``metrics``."""
-        ...
 
     def on_end(self, trainer: PPOTrainer) -> None:
         """When the ``run`` call ends, however it ends."""
-        ...
 
 
 def default_callbacks(trainer: PPOTrainer) -> list[Callback]:
@@ -47,7 +44,7 @@ def default_callbacks(trainer: PPOTrainer) -> list[Callback]:
     return [SaveConfig(), Validate(), WriteRollouts(), Track(), Checkpoint()]
 
 
-class SaveConfig:
+class SaveConfig(Callback):
     """The effective config beside what it makes."""
 
     def on_start(self, trainer: PPOTrainer) -> None:
@@ -57,18 +54,9 @@ class SaveConfig:
         except OSError as error:
             raise CheckpointError(f"the config can't be written to {path}: {error}") from error
 
-    def on_step(self, trainer: PPOTrainer, batch: Batch, metrics: dict[str, float]) -> None:
-        pass
 
-    def on_end(self, trainer: PPOTrainer) -> None:
-        pass
-
-
-class Validate:
+class Validate(Callback):
     """Scores ``data.val`` at the start, on a schedule and at the end."""
-
-    def __init__(self) -> None:
-        self.at: int | None = None
 
     def on_start(self, trainer: PPOTrainer) -> None:
         if trainer.config.validation.at_start and trainer.steps_done == 0:
@@ -79,9 +67,6 @@ class Validate:
         is_last = trainer.steps_done == trainer.last_step
         if is_last or (every is not None and trainer.steps_done % every == 0):
             metrics.update(self._validate(trainer))
-
-    def on_end(self, trainer: PPOTrainer) -> None:
-        pass
 
     def _validate(self, trainer: PPOTrainer) -> dict[str, float]:
         parts, config = trainer.parts, trainer.config
@@ -95,7 +80,7 @@ class Validate:
         return {f"{VALIDATION}{name}": value for name, value in found.metrics.items()}
 
 
-class WriteRollouts:
+class WriteRollouts(Callback):
     """Samples of a step with scores and log-probs, as ``rollouts/step_000001.jsonl``.
 
     At the start it drops those of later steps, as metrics.jsonl does: the run went back to an earlier checkpoint.
@@ -112,11 +97,8 @@ class WriteRollouts:
         if every is not None and trainer.steps_done % every == 0:
             write_rows(_run_file(trainer, "rollouts"), rollout_rows(batch, step=trainer.steps_done))
 
-    def on_end(self, trainer: PPOTrainer) -> None:
-        pass
 
-
-class Track:
+class Track(Callback):
     """Every step to metrics.jsonl and, as they want it, to the chosen trackers."""
 
     def __init__(self) -> None:
@@ -145,7 +127,7 @@ class Track:
         self.trackers = None
 
 
-class Checkpoint:
+class Checkpoint(Callback):
     """Saves on a schedule and whenever a run ends at a step that isn't saved yet, unless it broke within an update."""
 
     def __init__(self) -> None:
