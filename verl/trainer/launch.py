@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 from importlib.util import find_spec
 from pathlib import Path
+
+import torch
 
 from verl.models.loading import load_model_config, load_tokenizer
 from verl.observe.curve import reward_curve_png
@@ -13,6 +16,8 @@ from verl.trainer.assembly import Given, check_lengths, load_data, reward_runner
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.resume import prepare_folder
 from verl.trainer.sections import OnPolicyRun
+
+SMALL_MODEL_PARAMETERS = 1_000_000
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +46,7 @@ def train_run(config: OnPolicyRun) -> int:
     prepare_folder(config.trainer)
     with _log_file(folder):
         trainer = PPOTrainer.from_config(config)
+        use_one_thread_where_more_would_wait(trainer.parts.device, trainer.parts.shape.active_parameters)
         try:
             result = trainer.run()
         finally:
@@ -48,6 +54,16 @@ def train_run(config: OnPolicyRun) -> int:
     if result.steps:
         report(folder)
     return result.exit_code
+
+
+def use_one_thread_where_more_would_wait(device: torch.device, active_parameters: int) -> None:
+    """On a CPU, a small model's operations are shorter than the hand-over between threads.
+
+    Two threads gain nothing there, and lose several times over when another process wants the cores. A user's
+    OMP_NUM_THREADS stands.
+    """
+    if device.type == "cpu" and active_parameters < SMALL_MODEL_PARAMETERS and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
 
 
 def report(folder: Path) -> None:
