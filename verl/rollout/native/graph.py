@@ -18,7 +18,8 @@ from torch import Tensor
 from verl.models.causal_lm import CausalLM
 from verl.rollout.base import Request, SamplingParams
 from verl.rollout.native.cache import KVCache
-from verl.rollout.native.decode import DecodeState, EagerDecoder, advance
+from verl.rollout.native.decode import EagerDecoder, advance
+from verl.rollout.native.decode_state import DecodeState
 from verl.rollout.native.sequence import Sequence
 
 _LOG = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from verl.rollout.native.cache import KVCache
-from verl.rollout.native.decode import DecodeState
+from verl.rollout.native.decode_state import DecodeState
 from verl.rollout.native.paged_attention import PagedAttention
 
 _TILE = 64
