@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,7 @@ WITHOUT_TEST_FILE = {
     *("models/attention", "engines/masters"),
     # glue of the loop, through whole runs: tests/trainer, tests/invariants, tests/test_cli.py
     "workers/reference",
+    "trainer/run_in_progress",
     *(f"trainer/{name}" for name in ("assembly", "callbacks", "inference", "launch", "measures", "sections")),
 }
 """Modules that are tested from another file than their own."""
@@ -218,6 +220,13 @@ def test_every_module_has_a_test_file() -> None:
             missing.append(place.with_suffix("").as_posix())
     assert set(missing) - WITHOUT_TEST_FILE == set()
     assert {path.relative_to(PACKAGE).with_suffix("").as_posix() for path in MODULES} >= WITHOUT_TEST_FILE
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    """Imports for types alone count too: a circle is two things that should be one, or three."""
+    names = {name_of(path) for path in MODULES}
+    graph = {name_of(path): {name for name in imports(path) if name in names} - {name_of(path)} for path in MODULES}
+    list(TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from verl.batch import Batch
 from verl.common.errors import CheckpointError
@@ -17,11 +16,9 @@ from verl.common.files import write_text
 from verl.observe.metrics import VALIDATION
 from verl.observe.trackers import TrackedRun, Trackers, open_trackers
 from verl.trainer.resume import holds_run, save
+from verl.trainer.run_in_progress import RunInProgress
 from verl.trainer.validation import evaluate, rollout_rows
 from verl.workers.rollout import Rollout
-
-if TYPE_CHECKING:
-    from verl.trainer.ppo_trainer import PPOTrainer
 
 log = logging.getLogger(__name__)
 
@@ -29,17 +26,17 @@ log = logging.getLogger(__name__)
 class Callback:
     """Called by the trainer at the start, after each step and at the end (also an interrupted one); does nothing."""
 
-    def on_start(self, trainer: PPOTrainer) -> None:
+    def on_start(self, trainer: RunInProgress) -> None:
         """Before the first step of a ``run`` call."""
 
-    def on_step(self, trainer: PPOTrainer, batch: Batch, metrics: dict[str, float]) -> None:
+    def on_step(self, trainer: RunInProgress, batch: Batch, metrics: dict[str, float]) -> None:
         """After a step; may add to ``metrics``."""
 
-    def on_end(self, trainer: PPOTrainer) -> None:
+    def on_end(self, trainer: RunInProgress) -> None:
         """When the ``run`` call ends, however it ends."""
 
 
-def default_callbacks(trainer: PPOTrainer) -> list[Callback]:
+def default_callbacks(trainer: RunInProgress) -> list[Callback]:
     """What the config asks for, in order."""
     return [SaveConfig(), Validate(), WriteRollouts(), Track(), Checkpoint()]
 
@@ -47,7 +44,7 @@ def default_callbacks(trainer: PPOTrainer) -> list[Callback]:
 class SaveConfig(Callback):
     """The effective config beside what it makes."""
 
-    def on_start(self, trainer: PPOTrainer) -> None:
+    def on_start(self, trainer: RunInProgress) -> None:
         path = trainer.config.trainer.output_dir / "config.yaml"
         try:
             write_text(path, trainer.config.as_yaml())
@@ -58,17 +55,17 @@ class SaveConfig(Callback):
 class Validate(Callback):
     """Scores ``data.val`` at the start, on a schedule and at the end."""
 
-    def on_start(self, trainer: PPOTrainer) -> None:
+    def on_start(self, trainer: RunInProgress) -> None:
         if trainer.config.validation.at_start and trainer.steps_done == 0:
             trainer.metrics = self._validate(trainer)
 
-    def on_step(self, trainer: PPOTrainer, batch: Batch, metrics: dict[str, float]) -> None:
+    def on_step(self, trainer: RunInProgress, batch: Batch, metrics: dict[str, float]) -> None:
         every = trainer.config.validation.every
         is_last = trainer.steps_done == trainer.last_step
         if is_last or (every is not None and trainer.steps_done % every == 0):
             metrics.update(self._validate(trainer))
 
-    def _validate(self, trainer: PPOTrainer) -> dict[str, float]:
+    def _validate(self, trainer: RunInProgress) -> dict[str, float]:
         parts, config = trainer.parts, trainer.config
         if parts.val is None:
             return {}
@@ -86,13 +83,13 @@ class WriteRollouts(Callback):
     At the start it drops those of later steps, as metrics.jsonl does: the run went back to an earlier checkpoint.
     """
 
-    def on_start(self, trainer: PPOTrainer) -> None:
+    def on_start(self, trainer: RunInProgress) -> None:
         for kind in ("rollouts", "validation"):
             for path in (trainer.config.trainer.output_dir / kind).glob("step_*.jsonl"):
                 if path.name > _run_file(trainer, kind).name:
                     path.unlink(missing_ok=True)
 
-    def on_step(self, trainer: PPOTrainer, batch: Batch, metrics: dict[str, float]) -> None:
+    def on_step(self, trainer: RunInProgress, batch: Batch, metrics: dict[str, float]) -> None:
         every = trainer.config.trainer.save_rollouts_every
         if every is not None and trainer.steps_done % every == 0:
             write_rows(_run_file(trainer, "rollouts"), rollout_rows(batch, step=trainer.steps_done))
@@ -104,7 +101,7 @@ class Track(Callback):
     def __init__(self) -> None:
         self.trackers: Trackers | None = None
 
-    def on_start(self, trainer: PPOTrainer) -> None:
+    def on_start(self, trainer: RunInProgress) -> None:
         self.trackers = open_trackers(
             TrackedRun(
                 folder=trainer.config.trainer.output_dir,
@@ -117,11 +114,11 @@ class Track(Callback):
         if trainer.metrics and trainer.steps_done == 0:
             self.trackers.log(0, trainer.metrics)
 
-    def on_step(self, trainer: PPOTrainer, batch: Batch, metrics: dict[str, float]) -> None:
+    def on_step(self, trainer: RunInProgress, batch: Batch, metrics: dict[str, float]) -> None:
         assert self.trackers is not None
         self.trackers.log(trainer.steps_done, metrics)
 
-    def on_end(self, trainer: PPOTrainer) -> None:
+    def on_end(self, trainer: RunInProgress) -> None:
         if self.trackers is not None:
             self.trackers.close()
         self.trackers = None
@@ -133,21 +130,21 @@ class Checkpoint(Callback):
     def __init__(self) -> None:
         self.saved: int | None = None
 
-    def on_start(self, trainer: PPOTrainer) -> None:
+    def on_start(self, trainer: RunInProgress) -> None:
         self.saved = trainer.steps_done
 
-    def on_step(self, trainer: PPOTrainer, batch: Batch, metrics: dict[str, float]) -> None:
+    def on_step(self, trainer: RunInProgress, batch: Batch, metrics: dict[str, float]) -> None:
         every = trainer.config.trainer.save_every
         if every is not None and trainer.steps_done % every == 0:
             self._save(trainer)
 
-    def on_end(self, trainer: PPOTrainer) -> None:
+    def on_end(self, trainer: RunInProgress) -> None:
         if not trainer.is_whole:
             log.warning("step %d broke off within an update: nothing is saved of it", trainer.steps_done + 1)
         elif trainer.steps_done != self.saved:
             self._save(trainer)
 
-    def _save(self, trainer: PPOTrainer) -> None:
+    def _save(self, trainer: RunInProgress) -> None:
         save(trainer)
         self.saved = trainer.steps_done
 
@@ -163,5 +160,5 @@ def write_rows(path: Path, rows: list[dict[str, object]]) -> None:
         log.warning("samples were not written to %s: %s", path, error)
 
 
-def _run_file(trainer: PPOTrainer, kind: str) -> Path:
+def _run_file(trainer: RunInProgress, kind: str) -> Path:
     return trainer.config.trainer.output_dir / kind / f"step_{trainer.steps_done:06d}.jsonl"

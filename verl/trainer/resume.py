@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -21,10 +21,8 @@ from verl.common.errors import CheckpointError, ConfigError
 from verl.engines.base import TrainingEngine
 from verl.trainer.checkpoint import JSON, CheckpointStore, changed_keys
 from verl.trainer.checkpoint_parts import load_optimizer, save_model, save_optimizer
+from verl.trainer.run_in_progress import RunInProgress
 from verl.trainer.sections import TrainerConfig
-
-if TYPE_CHECKING:
-    from verl.trainer.ppo_trainer import PPOTrainer
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +60,7 @@ def prepare_folder(config: TrainerConfig) -> None:
         raise ConfigError(f"trainer.output_dir={str(folder)!r} can't be written: {error}") from error
 
 
-def save(trainer: PPOTrainer) -> Path:
+def save(trainer: RunInProgress) -> Path:
     """Commit a checkpoint of the last whole step. Raises CheckpointError; older checkpoints stay as they are."""
     parts, config = trainer.parts, trainer.config
     actor = parts.actor.engine
@@ -84,7 +82,7 @@ def save(trainer: PPOTrainer) -> Path:
     return store.save(trainer.steps_done, writers, state)
 
 
-def restore(trainer: PPOTrainer) -> None:
+def restore(trainer: RunInProgress) -> None:
     """Take up the newest whole checkpoint of the run directory, if there is one and ``trainer.resume`` allows it.
 
     Raises ConfigError when it belongs to another model or algorithm, CheckpointError when it doesn't fit.
