@@ -38,7 +38,7 @@ class Callback:
 
 def default_callbacks(trainer: RunInProgress) -> list[Callback]:
     """What the config asks for, in order."""
-    return [SaveConfig(), Validate(), WriteRollouts(), Track(), Checkpoint()]
+    return [SaveConfig(), Validate(), WriteRollouts(), Track(), SaveCheckpoints()]
 
 
 class SaveConfig(Callback):
@@ -124,7 +124,7 @@ class Track(Callback):
         self.trackers = None
 
 
-class Checkpoint(Callback):
+class SaveCheckpoints(Callback):
     """Saves on a schedule and whenever a run ends at a step that isn't saved yet, unless it broke within an update."""
 
     def __init__(self) -> None:
