@@ -21,7 +21,10 @@ def make_batch(
     rows: Mapping[str, Sequence[float]] | None = None,
     **ragged: Sequence[Sequence[float]],
 ) -> Batch:
-    """A batch of responses of ``lengths``; ``masked`` are (row, token) places of tool output."""
+    """A batch of responses of ``lengths``, each a group of its own unless ``groups`` says otherwise (empty: no column).
+
+    ``masked`` are (row, token) places of tool output.
+    """
     batch = Batch([{} for _ in lengths])
     total = sum(lengths)
     batch.put("response_ids", torch.arange(total), list(lengths))
@@ -31,7 +34,8 @@ def make_batch(
         mask[starts[row] + token] = False
     batch.put("response_mask", mask)
     batch.put("scores", torch.tensor(list(scores), dtype=torch.float32))
-    if groups is not None:
+    groups = range(len(lengths)) if groups is None else groups
+    if len(groups):
         batch.put("group_id", torch.tensor(list(groups)))
     for name, column in (rows or {}).items():
         batch.put(name, torch.tensor(list(column)))

@@ -87,4 +87,4 @@ def test_twice_is_as_once():
 
 def test_a_batch_without_groups_is_refused():
     with pytest.raises(MissingField, match="group_id"):
-        GRPO(GRPOConfig()).advantages(make_batch([1], [1]))
+        GRPO(GRPOConfig()).advantages(make_batch([1], [1], groups=[]))

@@ -89,8 +89,8 @@ def test_noise_is_the_same_on_both_devices() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("use_cuda_graph", [True, False])
-def test_float32_equals_the_cpu(family: str, use_cuda_graph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+def test_float32_equals_the_cpu(family: str, use_cuda_graph: bool) -> None:
+    torch.set_float32_matmul_precision("highest")  # no TF32
     rows = [request(prompt(n), 9 + n, seed=n, temperature=float(n % 2)) for n in (1, 3, 4, 5, 8, 13)]
     engine = on_cuda(family, use_cuda_graph=use_cuda_graph)
     assert_same(engine.generate(rows), build(family).generate(rows), tolerance=1e-3)

@@ -71,6 +71,17 @@ def group_stats(scores: Tensor, group_id: Tensor, keep: Tensor) -> GroupStats:
     )
 
 
+def group_metrics(stats: GroupStats) -> dict[str, float]:
+    """How many groups there are and which part of them teaches nothing, by reason."""
+    groups = max(stats.groups, 1)
+    return {
+        "algorithm/groups": float(stats.groups),
+        "algorithm/groups_equal_frac": stats.equal / groups,
+        "algorithm/groups_single_frac": stats.single / groups,
+        "algorithm/groups_empty_frac": stats.empty / groups,
+    }
+
+
 def _total(values: Tensor, index: Tensor, groups: int) -> Tensor:
     return values.new_zeros(groups).index_add(0, index, values)
 

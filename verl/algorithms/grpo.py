@@ -9,7 +9,7 @@ import torch
 from verl.algorithms.base import AlgorithmConfig
 from verl.algorithms.clipped_policy import ClippedPolicy, ClippedPolicyConfig
 from verl.algorithms.credit import assign_credit, credit_metrics
-from verl.algorithms.group import GroupStats, group_stats
+from verl.algorithms.group import group_metrics, group_stats
 from verl.algorithms.kl import KLEstimator
 from verl.batch import Batch
 
@@ -60,14 +60,3 @@ class GRPO(ClippedPolicy[GRPOConfig]):
         batch.put_padded("advantages", advantages)
         batch.put_padded("returns", advantages)
         return credit_metrics(credit, advantages) | group_metrics(stats)
-
-
-def group_metrics(stats: GroupStats) -> dict[str, float]:
-    """How many groups there are and which part of them teaches nothing, by reason."""
-    groups = max(stats.groups, 1)
-    return {
-        "algorithm/groups": float(stats.groups),
-        "algorithm/groups_equal_frac": stats.equal / groups,
-        "algorithm/groups_single_frac": stats.single / groups,
-        "algorithm/groups_empty_frac": stats.empty / groups,
-    }

@@ -13,6 +13,7 @@ from verl.algorithms.base import AlgorithmConfig, Loss, changed, clean, take
 from verl.algorithms.clipped_policy import ClippedPolicy, ClippedPolicyConfig, response_mask
 from verl.algorithms.credit import Credit, assign_credit, credit_metrics
 from verl.algorithms.gae import gae
+from verl.algorithms.group import group_metrics, group_stats
 from verl.algorithms.kl import AdaptiveKL, FixedKL, KLEstimator, kl_estimate
 from verl.algorithms.masked import masked_mean, masked_sum, masked_var, varies, whiten
 from verl.algorithms.value_loss import clipped_value_loss
@@ -112,7 +113,8 @@ class PPO(ClippedPolicy[PPOConfig]):
         batch.put_padded("token_rewards", rewards)
         batch.put_padded("advantages", advantages)
         batch.put_padded("returns", returns)
-        return metrics | credit_metrics(credit, advantages)
+        groups = group_stats(credit.scores, batch["group_id"].to(credit.mask.device), credit.keep)
+        return metrics | credit_metrics(credit, advantages) | group_metrics(groups)
 
     def critic_loss(self, values: Tensor, columns: Mapping[str, Tensor]) -> Loss:
         """The critic's clipped regression on one micro-batch, aggregated as the actor's loss.

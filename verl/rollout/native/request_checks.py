@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from verl.common.errors import ConfigError, DataError
 from verl.models.causal_lm import CausalLM
+from verl.models.loading import position_limits
 from verl.rollout.base import Request
 
 
@@ -15,7 +14,7 @@ class RequestChecks:
     def __init__(self, model: CausalLM) -> None:
         config = model.module.config.get_text_config()
         self._name, self._vocab_size = model.name, model.vocab_size
-        self._limits = _position_limits(config)
+        self._limits = position_limits(config)
 
     def prompt(self, index: int, request: Request) -> list[int]:
         """The prompt's ids. Raises DataError for a bad prompt, ConfigError for a request that can't fit."""
@@ -39,20 +38,3 @@ class RequestChecks:
                     f"({key}): lower max_response_tokens or the prompt limit"
                 )
         return ids
-
-
-def _position_limits(config: Any) -> dict[str, int]:
-    """Positions by the config key that limits them.
-
-    "longrope" turns all rows of a batch by other angles as soon as one of them is longer than its original length:
-    beyond that a row would depend on its neighbours, and its cached keys would be wrong.
-    """
-    limits: dict[str, int] = {}
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions is not None:
-        limits["max_position_embeddings"] = int(positions)
-    rope = getattr(config, "rope_parameters", None) or {}
-    for kind in [rope, *(v for v in rope.values() if isinstance(v, dict))]:
-        if kind.get("rope_type") == "longrope":
-            limits["original_max_position_embeddings of longrope"] = int(kind["original_max_position_embeddings"])
-    return limits
