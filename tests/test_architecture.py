@@ -46,7 +46,7 @@ WITHOUT_TEST_FILE = {
     # glue of the loop, through whole runs: tests/trainer, tests/invariants, tests/test_cli.py
     "workers/reference",
     "trainer/run_in_progress",
-    *(f"trainer/{name}" for name in ("assembly", "callbacks", "inference", "launch", "measures", "sections")),
+    *(f"trainer/{name}" for name in ("assembly", "callbacks", "inference", "inputs", "launch", "measures", "sections")),
 }
 """Modules that are tested from another file than their own."""
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_CONFIG_KEYS = 600, 100, 150

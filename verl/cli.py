@@ -116,9 +116,9 @@ def evaluate(
     """Accuracy and pass@k of a model on a data set."""
     from verl.rewards.config import RewardConfig
     from verl.rollout.base import SamplingParams
-    from verl.trainer.assembly import reward_keys
     from verl.trainer.callbacks import write_rows
     from verl.trainer.inference import data_config, evaluate_model, load_sampler, prepare_output, summary_lines
+    from verl.trainer.inputs import reward_keys
 
     scorer = RewardConfig.parse(reward_keys(reward), "reward")
     if out is not None:

@@ -10,7 +10,8 @@ from tests.tiny import tiny_folder, tiny_model, word_tokenizer
 from tests.trainer.runs import sections
 from verl.common.errors import ConfigError, VerlError
 from verl.trainer import assembly
-from verl.trainer.assembly import Given, Parts, assemble, pick_device, reward_keys, sections_of
+from verl.trainer.assembly import Parts, assemble
+from verl.trainer.inputs import Given, pick_device, reward_keys, sections_of
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.sections import GIVEN, OnPolicyRun
 

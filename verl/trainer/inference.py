@@ -32,7 +32,7 @@ from verl.rewards.config import RewardConfig
 from verl.rewards.runner import RewardRunner
 from verl.rollout import ROLLOUT_ENGINES
 from verl.rollout.base import Request, RolloutEngine, SamplingParams
-from verl.trainer.assembly import pick_device
+from verl.trainer.inputs import pick_device
 from verl.trainer.validation import FINISH_NAMES, Evaluation, evaluate
 from verl.workers.rollout import Rollout
 

@@ -12,7 +12,7 @@ import torch
 from verl.models.loading import load_model_config, load_tokenizer
 from verl.observe.curve import reward_curve_png
 from verl.observe.report import print_report
-from verl.trainer.assembly import Given, check_lengths, load_data, reward_runner
+from verl.trainer.inputs import Given, check_lengths, load_data, reward_runner
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.resume import prepare_folder
 from verl.trainer.sections import OnPolicyRun

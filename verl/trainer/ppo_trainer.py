@@ -18,8 +18,9 @@ from verl.data.prompts import PromptRow
 from verl.observe.memory import reset_peak_memory
 from verl.observe.metrics import PhaseTimer
 from verl.observe.profiler import ProfileConfig, StepProfiler
-from verl.trainer.assembly import Given, Parts, assemble, sections_of
+from verl.trainer.assembly import Parts, assemble
 from verl.trainer.callbacks import Callback, default_callbacks
+from verl.trainer.inputs import Given, sections_of
 from verl.trainer.interrupts import Interrupted, Interrupts
 from verl.trainer.measures import describe_responses, throughput
 from verl.trainer.resume import prepare_folder, restore

@@ -1,0 +1,149 @@
+"""What a run is given: sections and objects from Python, rewards, prompts, a device; each checked before a model loads.
+
+In come the words and objects of ``PPOTrainer`` or of a config file, out go validated sections and loaded data. Knows
+nothing of engines, roles or the loop.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any, cast
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from verl.common.errors import ConfigError, VerlError
+from verl.data.prompts import PromptDataset, load_prompts, shared_prompts
+from verl.models.loading import position_limits
+from verl.rewards.runner import RewardRunner
+from verl.trainer.sections import GIVEN, OnPolicyRun
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Given:
+    """Objects passed in Python in place of names."""
+
+    model: PreTrainedModel | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    train: Any = None
+    val: Any = None
+    reward: Any = None
+
+
+def sections_of(
+    *, model: Any, data: Any, reward: Any, tokenizer: Any, val: Any, algorithm: Any, **sections: Any
+) -> tuple[OnPolicyRun, Given]:
+    """The validated sections and whatever was given as an object. Raises ConfigError."""
+    given = Given()
+    model_keys = dict(model) if isinstance(model, Mapping) else {"path": str(model)}
+    if isinstance(model, torch.nn.Module):
+        given.model = cast(PreTrainedModel, model)
+        model_keys = {"path": GIVEN}
+    elif not isinstance(model, str | PathLike | Mapping):
+        raise ConfigError(
+            "model must be a folder or hub name, a transformers module or the keys of the model section, "
+            f"got {type(model).__name__}"
+        )
+    if isinstance(tokenizer, str | PathLike):
+        model_keys["tokenizer"] = str(tokenizer)
+    elif tokenizer is not None:
+        given.tokenizer = tokenizer
+        model_keys["tokenizer"] = GIVEN
+    elif isinstance(model, torch.nn.Module):
+        raise ConfigError("a model given as an object needs tokenizer=: the tokenizer or a folder that holds it")
+    data_keys = dict(data) if isinstance(data, Mapping) else {"train": data}
+    if val is not None:
+        data_keys["val"] = val
+    for key in ("train", "val"):
+        if data_keys.get(key) is not None and not _is_named(data_keys[key]):
+            setattr(given, key, data_keys[key])
+            data_keys[key] = GIVEN
+    reward_section = dict(reward) if isinstance(reward, Mapping) else reward_keys(reward)
+    if not isinstance(reward_section.get("function", ""), str):
+        given.reward = reward_section.pop("function")
+    keys = {"model": model_keys, "data": data_keys, "reward": reward_section, "algorithm": algorithm, **sections}
+    keys.setdefault("rollout", {"name": "native"})
+    return OnPolicyRun.parse(keys), given
+
+
+def reward_runner(config: OnPolicyRun, given: Given) -> RewardRunner:
+    """The runner of the run's one reward. Raises ConfigError when there is none or it can't be loaded here."""
+    try:
+        return RewardRunner(config.reward if given.reward is None else given.reward, config.reward)
+    except VerlError:
+        raise
+    except Exception as error:  # a user's module, loaded in this process
+        raise ConfigError(f"the reward's function can't be loaded: {type(error).__name__}: {error}") from error
+
+
+def reward_keys(reward: Any) -> dict[str, Any]:
+    """A reward written as one word, or a callable, as keys: ``file.py:function``, ``module:function`` or a name."""
+    is_name = isinstance(reward, str) and ":" not in reward
+    return {"name": reward} if is_name else {"function": reward}
+
+
+def load_data(
+    config: OnPolicyRun, given: Given, tokenizer: PreTrainedTokenizerBase
+) -> tuple[PromptDataset, PromptDataset | None]:
+    """Training and validation prompts."""
+    data = config.data
+    source = data.train if given.train is None else given.train
+    train = load_prompts(source, data, tokenizer, max_rows=data.max_train_rows)
+    if data.val is None:
+        return train, None
+    source = data.val if given.val is None else given.val
+    val = load_prompts(source, data, tokenizer, key="data.val", max_rows=data.max_val_rows)
+    if data.exclude_val:
+        train = train.without(val)
+    elif shared := shared_prompts(train, val):
+        log.warning(
+            "%d of %d validation prompts are training prompts too, such as row %d; data.exclude_val=true leaves them "
+            "out of training",
+            len(shared),
+            len(val),
+            shared[0],
+        )
+    return train, val
+
+
+def check_lengths(
+    hf_config: PretrainedConfig, config: OnPolicyRun, train: PromptDataset, val: PromptDataset | None
+) -> None:
+    """Raise ConfigError when the longest prompt and a whole response are more than the model has positions."""
+    longest, key = max((len(row.prompt_ids), k) for k, rows in (("val", val), ("train", train)) for row in rows or ())
+    total = longest + config.rollout.max_response_tokens
+    for name, limit in position_limits(hf_config).items():
+        if total > limit:
+            raise ConfigError(
+                f"the longest prompt of data.{key} has {longest} tokens, and with rollout.max_response_tokens="
+                f"{config.rollout.max_response_tokens} needs {total} positions; the model has {limit} ({name}). Lower "
+                f"rollout.max_response_tokens, or data.max_prompt_tokens (now {config.data.max_prompt_tokens})"
+            )
+
+
+def pick_device(name: str) -> torch.device:
+    """The torch device that ``trainer.device`` names. Raises ConfigError where there is none."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"trainer.device={name!r} is no device: auto, cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"trainer.device={name!r}, but torch sees no CUDA device. Set trainer.device=cpu or auto")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"trainer.device={name!r}, but there are {torch.cuda.device_count()} CUDA devices, from cuda:0"
+        )
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"trainer.device={name!r} isn't supported: auto, cpu, cuda or cuda:N")
+    return device
+
+
+def _is_named(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list | tuple) and all(isinstance(v, str) for v in value))
