@@ -114,6 +114,8 @@ def test_a_template_that_refuses_is_quoted():
         (None, "got NoneType None"),
         ({"role": "user", "content": "hi"}, "got dict"),
         ("  ", "is empty"),
+        ("hi \ud83d", r"holds '\\ud83d', half of a character"),
+        ([{"role": "user", "content": "\udc00"}], r"holds '\\udc00', half of a character"),
         ([], "empty list"),
         (["hi"], r"message 0 must be \{role, content\}, got str 'hi'"),
         ([{}], "message 0 needs a role"),

@@ -98,3 +98,22 @@ def test_describe_names_the_place() -> None:
         bind(lambda response: 1 / 0, {})(FIELDS)
     except ZeroDivisionError as error:
         assert describe(error).startswith("ZeroDivisionError: division by zero (test_calling.py:")
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("bad\n  second line"), "ValueError: bad second line"),
+        (ValueError(), "ValueError"),
+        (SystemExit(0), "SystemExit: 0"),
+        (SyntaxError("no", ("f.py", 3, 1, "x y")), "SyntaxError: no (f.py, line 3)"),
+        (Unspeakable(), "Unspeakable: its message can't be made"),
+    ],
+)
+def test_describe_says_the_type_and_the_message_in_one_line(error: BaseException, said: str) -> None:
+    assert describe(error) == said

@@ -66,6 +66,22 @@ def test_every_kind_of_failure_is_kept_apart() -> None:
         assert runner.counts == RewardCounts(scored=6, timeouts=1, errors=4, invalid=1)
 
 
+def leave_a_child(response: str) -> float:
+    """Its forked child comes back from it, as one does that forgets to exit, or whose exit is caught."""
+    if os.fork() == 0:
+        if response == "exit":
+            raise SystemExit(0)
+        return 7.0
+    os.wait()
+    return float(len(response))
+
+
+def test_a_forked_child_that_comes_back_answers_nothing() -> None:
+    with RewardRunner(leave_a_child, RewardConfig(timeout_s=20, workers=1)) as runner:
+        assert score_of(runner, "a", "exit", "ab", "exit", "abc") == [1, 4, 2, 4, 3]
+        assert runner.counts == RewardCounts(scored=5)
+
+
 def test_children_of_a_timed_out_function_die(tmp_path: Path) -> None:
     def with_child(response: str) -> int:
         import subprocess

@@ -104,6 +104,23 @@ def test_rows_are_json_whatever_they_hold(tmp_path: Path) -> None:
     assert [json.loads(line) for line in lines] == [{"é": "x", "n": [1, None]}, {}]
 
 
+def test_rows_that_json_or_utf8_cant_hold_are_written_too(tmp_path: Path) -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    rows: list[dict[str, object]] = [
+        {"ground_truth": "half \ud83d, é", "score": 1.0},
+        {"ground_truth": {(0, 1): "wall"}, "score": 0.5},
+        {"ground_truth": endless, "score": 0.0},
+    ]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    lines = (tmp_path / "rows.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == [
+        rows[0],
+        {"ground_truth": "{(0, 1): 'wall'}", "score": 0.5},
+        {"ground_truth": "[[...]]", "score": 0.0},
+    ]
+
+
 class Notes:
     def __init__(self) -> None:
         self.seen: list[str] = []

@@ -105,6 +105,7 @@ def render_messages(
 
 def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Ids of text whose special tokens are already written in it."""
+    _check_text(text)
     return _single_bos(tokenizer, list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]))
 
 
@@ -146,12 +147,21 @@ def _check_message(message: object, position: int) -> Message:
 
 
 def _encode_plain(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    _check_text(text)
     ids = list(tokenizer(text, verbose=False)["input_ids"])
     bare = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     for start in range(len(ids) - len(bare) + 1 if bare else 0):
         if ids[start : start + len(bare)] == bare:
             return _single_bos(tokenizer, ids[: start + len(bare)])
     return _single_bos(tokenizer, ids)
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise DataError(f"the prompt holds {half!a}, half of a character that was cut in two: no text") from error
 
 
 def _single_bos(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:

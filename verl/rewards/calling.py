@@ -106,8 +106,12 @@ def bind(function: Any, kwargs: Mapping[str, Any]) -> Call:
 
 
 def describe(error: BaseException) -> str:
-    """An exception in one line, with the place in the user's code that raised it."""
-    text = "".join(traceback.format_exception_only(type(error), error)).strip().splitlines()[-1]
+    """An exception in one line, its type first, with the place in the user's code that raised it."""
+    try:
+        said = " ".join(str(error).split())
+    except Exception:  # a user's class
+        said = "its message can't be made"
+    text = f"{type(error).__name__}: {said}" if said else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
     return f"{text} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else text
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 from verl.batch import Batch
@@ -150,14 +151,32 @@ class SaveCheckpoints(Callback):
 
 
 def write_rows(path: Path, rows: list[dict[str, object]]) -> None:
-    """Write JSON lines; a full disk costs the samples, not the run."""
+    """Write JSON lines; a full disk costs the samples, not the run.
+
+    What JSON can't hold is written as text; a lone surrogate, which UTF-8 can't hold, as JSON's escape of it.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", encoding="utf-8") as file:
+        with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
             for row in rows:
-                file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+                file.write(_json(row) + "\n")
     except OSError as error:
         log.warning("samples were not written to %s: %s", path, error)
+
+
+def _json(row: Mapping[str, object]) -> str:
+    try:
+        return json.dumps(row, ensure_ascii=False, default=str)
+    except (TypeError, ValueError, RecursionError):  # keys that are no text, a value within itself
+        return json.dumps({key: _jsonable(value) for key, value in row.items()}, ensure_ascii=False, default=str)
+
+
+def _jsonable(value: object) -> object:
+    try:
+        json.dumps(value, default=str)
+    except (TypeError, ValueError, RecursionError):
+        return repr(value)
+    return value
 
 
 def _run_file(trainer: RunInProgress, kind: str) -> Path:
