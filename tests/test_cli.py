@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -327,6 +329,14 @@ def test_export_is_the_trained_model(tmp_path: Path, command: Command) -> None:
         logits.append(plain(input_ids=ids).logits)
         assert AutoTokenizer.from_pretrained(folder)("1+2=")["input_ids"] == [3, 12, 4, 13]
     assert torch.equal(*logits)
+
+
+def test_a_report_for_a_terminal_without_the_characters(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/score/mean": 0.5}\n')
+    command = [sys.executable, "-m", "verl", "report", str(tmp_path)]
+    done = subprocess.run(command, env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "mean reward, first 1        0.5000" in done.stdout
 
 
 def test_export_and_report_of_nothing(tmp_path: Path, command: Command) -> None:

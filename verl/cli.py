@@ -5,6 +5,7 @@ Heavy imports happen inside the commands, so that help is quick.
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import sys
@@ -76,7 +77,7 @@ def generate(
     from verl.rollout.base import SamplingParams
     from verl.trainer.inference import generate_file, load_sampler, prepare_output
 
-    prepare_output(out)
+    prepare_output(out, prompts)
     sampling = SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -122,7 +123,7 @@ def evaluate(
 
     scorer = RewardConfig.parse(reward_keys(reward), "reward")
     if out is not None:
-        prepare_output(out)
+        prepare_output(out, data)
     sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature)
     sampler = load_sampler(model, device=device, seed=seed)
     keys = {"max_train_rows": max_rows, "system_prompt": system_prompt, "prompt_template": prompt_template}
@@ -180,6 +181,8 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 def main() -> None:
     """Entry of the ``verl`` command: a known error is one message and exit code 1, not a traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that can't show a character gets a question mark
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("verl").setLevel(logging.INFO)
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # a warning that concerns no user of ours

@@ -135,6 +135,20 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
         load_tokenizer(config)
 
 
+@pytest.mark.parametrize("place", ["model", "actor/model", "checkpoints/step_000012/actor/model"])
+def test_a_folder_with_a_model_below_it_is_told_so(tmp_path: Path, place: str) -> None:
+    if place.startswith("checkpoints"):
+        tiny_folder(tmp_path / "checkpoints/step_000004/actor/model")
+    tiny_folder(tmp_path / place)
+    for load in (load_tokenizer, load_model_config_of):
+        with pytest.raises(DataError, match=rf"no model folder itself; there is one below it: '{tmp_path / place}'"):
+            load(ModelConfig(path=str(tmp_path)))
+
+
+def load_model_config_of(config: ModelConfig) -> object:
+    return load_model_config(config, word_tokenizer())
+
+
 def test_a_tokenizer_without_an_end(tmp_path: Path) -> None:
     tokenizer = word_tokenizer()
     tokenizer.eos_token = None

@@ -116,3 +116,15 @@ def test_outputs_are_tried_before_any_work(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="can't be written"):
         prepare_output(tmp_path / "file" / "out.jsonl")
+
+
+def test_the_output_is_never_the_input(tmp_path: Path) -> None:
+    prompts, link = tmp_path / "p.jsonl", tmp_path / "link.jsonl"
+    prompts.write_text("{}")
+    link.symlink_to(prompts)
+    for out, source in ((prompts, prompts), (link, prompts), (prompts, str(link))):
+        with pytest.raises(ConfigError, match="is the file that the prompts come from"):
+            prepare_output(out, source)
+    prepare_output(prompts, "gym:chain_sum?size=5")
+    prepare_output(tmp_path / "new.jsonl", prompts)
+    assert prompts.read_text() == "{}"

@@ -23,6 +23,9 @@ from verl.common.section import Section
 
 log = logging.getLogger(__name__)
 
+_SIGNS = ("config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_BELOW = ("*", "actor/model", "checkpoints/step_*/actor/model")
+
 
 class ModelConfig(Section):
     """The policy's starting point."""
@@ -181,4 +184,11 @@ def _place(source: str, key: str) -> str:
     looks_local = source.startswith((".", "/", "~")) or path.exists()
     if looks_local and not path.is_dir():
         raise DataError(f"{key}={source!r} is no folder")
+    if looks_local and not any((path / name).exists() for name in _SIGNS) and (below := _models_below(path)):
+        raise DataError(f"{key}={source!r} is no model folder itself; there is one below it: {str(below[-1])!r}")
     return str(path) if looks_local else source
+
+
+def _models_below(folder: Path) -> list[Path]:
+    """Model folders where a run or a checkpoint has them, or just below; newest last."""
+    return [path.parent for depth in _BELOW for path in sorted(folder.glob(f"{depth}/config.json"))]

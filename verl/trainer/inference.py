@@ -6,6 +6,7 @@ The same data path, rollout engine, rewards and validation as in training, witho
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,8 @@ from verl.rollout.base import Request, RolloutEngine, SamplingParams
 from verl.trainer.inputs import pick_device
 from verl.trainer.validation import FINISH_NAMES, Evaluation, evaluate
 from verl.workers.rollout import Rollout
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ def generate_file(
 
     Rows hold row_id, sample, prompt_ids, response_ids, log_probs, finish_reason, text. Returns how many.
     """
-    _at_least_one("num_samples", num_samples)
+    _check_samples(num_samples, sampling)
     dataset = _load(sampler, data_config(sampler, str(prompts), sampling, prompt_key, None))
     requests = [
         Request(prompt_ids=row.prompt_ids, seed=derive_seed(seed, "generate", row.row_id, k), sampling=sampling)
@@ -112,7 +115,7 @@ def evaluate_model(
     batch_rows: int = 256,
 ) -> Evaluation:
     """Accuracy and pass@k of the sampler's model on ``data.train``."""
-    _at_least_one("num_samples", num_samples)
+    _check_samples(num_samples, sampling)
     dataset = _load(sampler, data)
     rollout = Rollout(sampler.engine, sampler.tokenizer, sampling, num_samples)
     with RewardRunner(reward) as rewards:
@@ -155,8 +158,8 @@ def _load(sampler: Sampler, data: DataConfig) -> PromptDataset:
         ) from error
 
 
-def prepare_output(path: Path) -> None:
-    """Raise ConfigError, before any work, when ``path`` can't become a file."""
+def prepare_output(path: Path, source: str | Path = "") -> None:
+    """Raise ConfigError, before any work, when ``path`` can't become a file, or is ``source``, which is read."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=path.parent):
@@ -165,6 +168,8 @@ def prepare_output(path: Path) -> None:
         raise ConfigError(f"--out {str(path)!r} can't be written: {error}") from error
     if path.is_dir():
         raise ConfigError(f"--out {str(path)!r} is a folder: name a file")
+    if path.exists() and Path(source).is_file() and path.samefile(source):
+        raise ConfigError(f"--out {str(path)!r} is the file that the prompts come from: name another one")
 
 
 def summary_lines(evaluation: Evaluation) -> Sequence[str]:
@@ -173,6 +178,8 @@ def summary_lines(evaluation: Evaluation) -> Sequence[str]:
     return [f"{name:<{width}}  {value:.6g}" for name, value in evaluation.metrics.items()]
 
 
-def _at_least_one(name: str, value: int) -> None:
-    if value < 1:
-        raise ConfigError(f"{name} must be at least 1, got {value}")
+def _check_samples(count: int, sampling: SamplingParams) -> None:
+    if count < 1:
+        raise ConfigError(f"num_samples must be at least 1, got {count}")
+    if count > 1 and sampling.temperature == 0:
+        log.warning("the %d samples of a prompt are equal: temperature is 0. Set it above 0, such as 1", count)
