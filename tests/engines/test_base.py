@@ -4,12 +4,14 @@ import copy
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.batches import sampled_batch
 from tests.tiny import tiny_model
 from verl.algorithms import ALGORITHMS
 from verl.algorithms.base import Loss
 from verl.batch import Batch
+from verl.common.errors import ConfigError
 from verl.engines.base import Engine, TrainingEngine
 from verl.engines.config import EngineConfig, OptimConfig, TrainedConfig
 from verl.models.causal_lm import CausalLM
@@ -183,3 +185,41 @@ def test_infer_keeps_the_batch_order() -> None:
     whole = Engine(network, EngineConfig(max_tokens_per_micro_batch=1000), CPU).infer(batch, "log_probs")
     cut = Engine(network, EngineConfig(max_tokens_per_micro_batch=9), CPU).infer(batch, "log_probs")
     torch.testing.assert_close(whole, cut, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_the_policy_that_learns_is_the_one_that_samples(gradient_checkpointing: bool) -> None:
+    """Dropout and noise of training mode would make the ratio of a first update another number than 1."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "seed_oss", vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, max_position_embeddings=64, residual_dropout=0.5, attention_dropout=0.5,
+    )  # fmt: skip
+    module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    settings = TrainedConfig(gradient_checkpointing=gradient_checkpointing)
+    engine = TrainingEngine(PolicyNetwork(CausalLM(module)), settings, CPU, "actor")
+    batch = sampled_batch(PROMPTS, RESPONSES)
+    for _ in range(2):
+        batch.put("old_log_probs", engine.infer(batch, "log_probs"))
+        metrics = engine.update(batch, grpo_loss(), lr=1e-2).result()
+        assert metrics["actor/ratio/max"] == pytest.approx(1, abs=1e-5)
+        assert metrics["actor/ratio/min"] == pytest.approx(1, abs=1e-5)
+
+
+def test_layers_are_run_again_in_the_backward_pass_only_when_asked() -> None:
+    """Gradient checkpointing happens although the module's parts aren't in training mode."""
+
+    def forward_passes(gradient_checkpointing: bool) -> int:
+        engine, calls = training_engine(gradient_checkpointing=gradient_checkpointing), []
+        engine.network.module.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+        engine.update(sampled_batch(PROMPTS, RESPONSES), grpo_loss(), lr=1e-3)
+        return len(calls)
+
+    assert (forward_passes(False), forward_passes(True)) == (1, 2)
+
+
+def test_gradient_checkpointing_of_a_model_that_cant() -> None:
+    config = AutoConfig.for_model("ctrl", vocab_size=64, n_embd=32, n_layer=2, n_head=2, dff=48)
+    network = PolicyNetwork(CausalLM(AutoModelForCausalLM.from_config(config, dtype=torch.float32)))
+    with pytest.raises(ConfigError, match=r"actor\.gradient_checkpointing"):
+        TrainingEngine(network, TrainedConfig(gradient_checkpointing=True), CPU, "actor")

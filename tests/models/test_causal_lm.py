@@ -163,3 +163,74 @@ def test_a_head_that_is_a_module_of_its_own_works_when_it_is_the_models() -> Non
     expected = plain_logits(module, rows_of_ids()[0])
     (found,) = packed_logits(CausalLM(module), rows_of_ids()[:1])
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
+
+
+SMALL = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def of_family(name: str, **keys: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name, vocab_size=VOCAB, **{**SMALL, **keys})
+    module: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    return module
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "reason"),
+    [
+        ("bloom", {}, "4 of its 4 layers"),
+        ("falcon", {}, "4 of its 4 layers"),
+        ("mamba", {}, "4 of its 4 layers"),
+        ("minimax", {"head_dim": 16}, "2 of its 4 layers"),
+        ("qwen3_next", {"head_dim": 16}, "3 of its 4 layers"),
+        ("stablelm", {}, "don't hand their attention"),
+        ("mpt", {"d_model": 32, "n_heads": 2, "n_layers": 2}, "MptForCausalLM"),
+        ("modernbert-decoder", {}, "ModernBertDecoderForCausalLM"),
+        ("gpt_oss", {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1}, "its attention has a step"),
+        ("phimoe", {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 10}, "sliding window of 10"),
+    ],
+)
+def test_layers_that_would_mix_rows_are_refused_by_name(name: str, keys: dict[str, Any], reason: str) -> None:
+    """One row alone often comes out right under them; two packed rows, or the next token, don't."""
+    with pytest.raises(UnsupportedModel, match=reason) as caught:
+        CausalLM(of_family(name, **keys))
+    assert repr(name) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("smollm3", {"no_rope_layers": [1, 0, 1, 0]}),
+        ("cohere2", {"sliding_window": 5}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}),
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 5}),
+        ("starcoder2", {"sliding_window": 5}),
+        ("gpt_neox", {}),
+    ],
+)
+def test_families_beside_the_usual_ones(name: str, keys: dict[str, Any]) -> None:
+    rows = rows_of_ids()
+    expected = [plain_logits(of_family(name, **keys), row) for row in rows]
+    for logits, plain in zip(packed_logits(CausalLM(of_family(name, **keys)), rows), expected, strict=True):
+        torch.testing.assert_close(logits, plain, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.5}),
+        ("starcoder2", {"residual_dropout": 0.5, "embedding_dropout": 0.5}),
+        ("biogpt", {"hidden_dropout_prob": 0.5}),
+        ("mixtral", {"num_local_experts": 2, "router_jitter_noise": 0.5}),
+    ],
+)
+def test_dropout_and_noise_that_are_plain_numbers_are_off(name: str, keys: dict[str, Any]) -> None:
+    module = of_family(name, **keys)
+    lm = CausalLM(module)
+    sampler = packed_logits(lm, rows_of_ids())
+    module.train()
+    for one, other in zip(packed_logits(lm, rows_of_ids()), sampler, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=0)

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from verl.algorithms.base import Loss
 from verl.batch import FIELDS, Batch, pad_rows
+from verl.common.errors import ConfigError
 from verl.engines.config import EngineConfig, TrainedConfig
 from verl.engines.masters import Masters
 from verl.engines.packing import cut_by_tokens, pack, row_lengths
@@ -64,7 +65,7 @@ class TrainingEngine(Engine):
         )
         self.has_unsynced_update = False
         if config.gradient_checkpointing:
-            _enable_gradient_checkpointing(network)
+            _enable_gradient_checkpointing(network, label)
 
     def update(self, batch: Batch, loss_function: LossFunction, *, lr: float, entropy: bool = False) -> MetricSums:
         """One optimizer step over all rows of ``batch``.
@@ -74,7 +75,7 @@ class TrainingEngine(Engine):
         Returns the loss's metrics and `<label>/grad_norm`, `<label>/skipped_updates`, `<label>/lr`. An update whose
         gradient isn't finite is skipped and counted; one without a token to learn from changes nothing.
         """
-        self.network.module.train()
+        self._prepare_module()
         metrics = MetricSums()
         total, tokens = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
         for part in self._micro_batches(batch):
@@ -93,6 +94,16 @@ class TrainingEngine(Engine):
         metrics.add_mean(f"{self.label}/lr", lr, 1)
         metrics.add_sum(f"{self.label}/skipped_updates/sum", float(not is_applied))
         return metrics
+
+    def _prepare_module(self) -> None:
+        """Evaluation mode, as the sampler's: what a model does in training mode only makes it another policy.
+
+        Where layers are checkpointed they alone, not their parts, must be in training mode for it to happen.
+        """
+        self.network.module.eval()
+        if self.config.gradient_checkpointing:
+            for part in self.network.module.modules():
+                part.training = bool(getattr(part, "gradient_checkpointing", False))
 
     def _micro_batches(self, batch: Batch) -> Iterator[Batch]:
         for index in self._cut(batch):
@@ -134,10 +145,14 @@ def _padded(outputs: Mapping[str, Tensor], part: Batch) -> dict[str, Tensor]:
     return {name: pad_rows(values, lengths) for name, values in outputs.items()}
 
 
-def _enable_gradient_checkpointing(network: Network) -> None:
+def _enable_gradient_checkpointing(network: Network, label: str) -> None:
+    """Raises ConfigError naming the role's key for a model that can't."""
     for module in network.module.modules():
         if isinstance(module, PreTrainedModel):
             # transformers 5.24 renamed the method; both names checkpoint every layer without re-entering autograd
             enable = getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
-            enable()
+            try:
+                enable()
+            except ValueError as error:
+                raise ConfigError(f"{label}.gradient_checkpointing can't be true: {error}") from error
             return

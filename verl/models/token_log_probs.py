@@ -75,6 +75,7 @@ class _TokenLogProbs(torch.autograd.Function):
             hidden_grad[part] = found[0]
             for total, piece in zip(sums, found[1:], strict=True):
                 total += piece
+            del logits, grad  # or they would stand beside those of the next chunk
         return None, None, None, hidden_grad, *(s.to(p.dtype) for s, p in zip(sums, head, strict=True))
 
 
