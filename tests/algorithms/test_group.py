@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from tests.algorithms.rows import NAN, near
-from verl.algorithms.group import group_stats
+from verl.algorithms.group import group_stats, group_sum
 from verl.common.errors import ShapeError
 
 
@@ -63,3 +63,10 @@ def test_no_rows():
 def test_sizes_must_agree():
     with pytest.raises(ShapeError, match="group_id"):
         group_stats(torch.zeros(2), torch.zeros(3).long(), torch.ones(2).bool())
+
+
+def test_a_sum_over_each_rows_group():
+    scores = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    stats = group_stats(scores, torch.tensor([5, -1, 5, 9]), torch.ones(4, dtype=torch.bool))
+    assert stats.index.tolist() == [1, 0, 1, 2]
+    assert group_sum(scores, stats).tolist() == [4, 2, 4, 4]

@@ -1,11 +1,12 @@
 """The actor's side of the PPO family: ratio clipping, KL and entropy terms, rollout correction, one aggregation.
 
 In come log-probs and the columns of a micro-batch, out goes a ``Loss``. Where advantages come from is the
-algorithm's file; a variant with another surrogate overrides ``policy_terms``.
+algorithm's file; a variant with another surrogate writes ``policy_terms`` of its own.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -19,19 +20,18 @@ from verl.algorithms.base import Algorithm, AlgorithmConfig, Loss, Metrics, chan
 from verl.algorithms.correction import CorrectionConfig, correction_weights, rollout_diff
 from verl.algorithms.kl import KLEstimator, kl_estimate
 from verl.algorithms.masked import masked_max, masked_min, masked_sum
+from verl.algorithms.overlong import OverlongConfig
 from verl.algorithms.policy_loss import PolicyTerms, clipped_ratio_loss
 from verl.common.errors import MissingField
 
 
-class ClippedPolicyConfig(AlgorithmConfig):
-    """Keys of the actor's loss that the PPO family shares."""
+class RatioPolicyConfig(AlgorithmConfig):
+    """Keys that the whole on-policy family shares."""
 
     clip_low: float = Field(default=0.2, gt=0, le=1)
     """How far below 1 the probability ratio of a token may fall before its gradient stops."""
     clip_high: float = Field(default=0.2, gt=0)
     """How far above 1 the ratio may rise; DAPO's clip-higher uses 0.28."""
-    dual_clip: float | None = Field(default=3.0, gt=1)
-    """Largest ratio that a token of negative advantage counts with; null switches it off."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus, in loss per nat."""
     kl_coef: float = Field(default=0.0, ge=0)
@@ -44,6 +44,8 @@ class ClippedPolicyConfig(AlgorithmConfig):
     """Constant response length, in tokens, that seq-mean-token-sum-norm divides by."""
     correction: CorrectionConfig = CorrectionConfig()
     """Weights for rollout log-probs that differ from training log-probs."""
+    overlong: OverlongConfig = OverlongConfig()
+    """What a response's score loses as its length nears the limit."""
 
     @property
     def loss_kl_coef(self) -> float:
@@ -63,21 +65,34 @@ class ClippedPolicyConfig(AlgorithmConfig):
 
     def ineffective_keys(self) -> list[str]:
         """As in AlgorithmConfig."""
-        found = self.correction.ineffective_keys()
+        found = self.correction.ineffective_keys() + self.overlong.ineffective_keys()
         if self.kl_coef == 0 and changed(self, "kl_estimator"):
             found.append("kl_estimator (kl_coef is 0)")
         if self.loss_kl_coef > 0 and self.estimator == "k1":
             found.append("kl_estimator (the gradient of k1 in the loss is 0 on average: use k1+, k2 or k3)")
-        if self.loss_aggregation != "seq-mean-token-sum-norm" and self.loss_norm_tokens is not None:
+        if self.loss_aggregation != "seq-mean-token-sum-norm" and changed(self, "loss_norm_tokens"):
             found.append("loss_norm_tokens (loss_aggregation isn't seq-mean-token-sum-norm)")
         return found
 
 
-ClippedT = TypeVar("ClippedT", bound=ClippedPolicyConfig)
+RatioT = TypeVar("RatioT", bound=RatioPolicyConfig)
 
 
-class ClippedPolicy(Algorithm[ClippedT]):
-    """An algorithm whose actor minimises a clipped ratio loss."""
+class RatioPolicy(Algorithm[RatioT]):
+    """An algorithm whose actor weighs advantages by the ratio of the policy now to the old one.
+
+    Unless a variant says otherwise it trains the actor alone and has its KL, if any, in the loss.
+    """
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The reference, where its KL has a weight."""
+        return frozenset({"reference"}) if self.config.kl_coef > 0 else frozenset()
+
+    @property
+    def trains(self) -> tuple[str, ...]:
+        """The actor alone."""
+        return ("actor",)
 
     @property
     def needs_entropy_gradient(self) -> bool:
@@ -116,17 +131,9 @@ class ClippedPolicy(Algorithm[ClippedT]):
             total = total - self.config.entropy_coef * self._aggregate(entropy, mask)[0]
         return Loss(total, count, metrics)
 
+    @abstractmethod
     def policy_terms(self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor) -> PolicyTerms:
         """The surrogate of each token; all [B, R] and 0 outside ``mask``."""
-        c = self.config
-        return clipped_ratio_loss(
-            log_probs,
-            old_log_probs,
-            advantages,
-            clip_low=c.clip_low,
-            clip_high=c.clip_high,
-            dual_clip=c.dual_clip,
-        )
 
     def _corrected(
         self, loss: Tensor, old: Tensor, columns: Mapping[str, Tensor], mask: Tensor
@@ -147,6 +154,32 @@ class ClippedPolicy(Algorithm[ClippedT]):
     def _metric(self, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         how = for_metric(self.config.loss_aggregation)
         return aggregate(values.detach(), mask, how, self.config.loss_norm_tokens)
+
+
+class ClippedPolicyConfig(RatioPolicyConfig):
+    """The shared keys and those of PPO's surrogate."""
+
+    dual_clip: float | None = Field(default=3.0, gt=1)
+    """Largest ratio that a token of negative advantage counts with; null switches it off."""
+
+
+ClippedT = TypeVar("ClippedT", bound=ClippedPolicyConfig)
+
+
+class ClippedPolicy(RatioPolicy[ClippedT]):
+    """An algorithm whose actor minimises PPO's clipped surrogate, a ratio a token."""
+
+    def policy_terms(self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor) -> PolicyTerms:
+        """As in RatioPolicy: ``clipped_ratio_loss`` of single tokens."""
+        c = self.config
+        return clipped_ratio_loss(
+            log_probs,
+            old_log_probs,
+            advantages,
+            clip_low=c.clip_low,
+            clip_high=c.clip_high,
+            dual_clip=c.dual_clip,
+        )
 
 
 def response_mask(columns: Mapping[str, Tensor]) -> Tensor:

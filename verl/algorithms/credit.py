@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.masked import masked_max, masked_mean, masked_min
+from verl.algorithms.overlong import OverlongConfig, overlong_loss
 from verl.batch import Batch, FinishReason
 
 
@@ -19,7 +20,7 @@ class Credit:
     """The rows of a step as an algorithm sees them.
 
     keep           [B] bool       rows whose score counts
-    scores         [B] float32    0 on the other rows
+    scores         [B] float32    0 on the other rows; less what an overlong response loses
     mask           [B, R] bool    sampled tokens of kept rows
     token_rewards  [B, R] float32 each kept score on the last sampled token of its row, 0 elsewhere
     """
@@ -30,8 +31,8 @@ class Credit:
     token_rewards: Tensor
 
 
-def assign_credit(batch: Batch) -> Credit:
-    """Read scores and masks of ``batch`` and take out the rows that don't count.
+def assign_credit(batch: Batch, overlong: OverlongConfig | None = None) -> Credit:
+    """Read scores and masks of ``batch`` and take out the rows that don't count; ``overlong`` shapes the scores.
 
     A row doesn't count when its reward failed (``is_scored`` False, or a score that isn't finite) or when the engine
     gave its response up (``finish_reason`` ABORT). Its ``response_mask`` is written back as False, so that it leaves
@@ -47,7 +48,8 @@ def assign_credit(batch: Batch) -> Credit:
         keep &= batch["finish_reason"].to(mask.device) != int(FinishReason.ABORT)
     mask = mask & keep[:, None]
     batch.put_padded("response_mask", mask)
-    scores = torch.where(keep, scores.float(), 0.0)
+    shaped = scores.float() if overlong is None else scores.float() + overlong_loss(mask.sum(1), overlong)
+    scores = torch.where(keep, shaped, 0.0)
     return Credit(keep, scores, mask, place_scores(scores, mask))
 
 

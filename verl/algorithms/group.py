@@ -19,6 +19,7 @@ from verl.common.errors import ShapeError
 class GroupStats:
     """What each row's group looks like; all [B], rows that aren't kept neither counted nor averaged.
 
+    index     int64    which group the row is in, 0 .. groups - 1
     size      int64    kept members of the row's group
     centred   float64  score minus the group's mean; exactly 0 where the members are equal, where there is one
                        member only, and on rows that aren't kept
@@ -27,6 +28,7 @@ class GroupStats:
     groups    int      how many groups there are, and of them how many have no kept member, one, or equal ones
     """
 
+    index: Tensor
     size: Tensor
     centred: Tensor
     std: Tensor
@@ -60,6 +62,7 @@ def group_stats(scores: Tensor, group_id: Tensor, keep: Tensor) -> GroupStats:
     centred = torch.where(keep & ~is_equal[index], x - mean[index], 0.0)  # of one member: x - x
     variance = _total(centred.square(), index, len(ids)) / (size - 1).clamp(min=1)
     return GroupStats(
+        index=index,
         size=size[index],
         centred=centred,
         std=variance.sqrt()[index],
@@ -80,6 +83,11 @@ def group_metrics(stats: GroupStats) -> dict[str, float]:
         "algorithm/groups_single_frac": stats.single / groups,
         "algorithm/groups_empty_frac": stats.empty / groups,
     }
+
+
+def group_sum(values: Tensor, stats: GroupStats) -> Tensor:
+    """[B]: the sum of ``values`` [B] over each row's group."""
+    return _total(values, stats.index, stats.groups)[stats.index]
 
 
 def _total(values: Tensor, index: Tensor, groups: int) -> Tensor:

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-import torch
-
 from verl.algorithms.base import AlgorithmConfig
 from verl.algorithms.clipped_policy import ClippedPolicy, ClippedPolicyConfig
-from verl.algorithms.credit import assign_credit, credit_metrics
-from verl.algorithms.group import group_metrics, group_stats
 from verl.algorithms.kl import KLEstimator
+from verl.algorithms.outcome import group_relative, read_outcome, write_outcome
 from verl.batch import Batch
-
-_EPS = 1e-6
 
 
 class GRPOConfig(ClippedPolicyConfig):
@@ -40,23 +35,7 @@ class GRPO(ClippedPolicy[GRPOConfig]):
     Config: ClassVar[type[AlgorithmConfig]] = GRPOConfig
     min_group_size: ClassVar[int] = 2
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """The reference, where its KL has a weight."""
-        return frozenset({"reference"}) if self.config.kl_coef > 0 else frozenset()
-
-    @property
-    def trains(self) -> tuple[str, ...]:
-        """The actor alone."""
-        return ("actor",)
-
     def advantages(self, batch: Batch) -> dict[str, float]:
         """As in Algorithm; ``returns`` are the advantages."""
-        credit = assign_credit(batch)
-        stats = group_stats(credit.scores, batch["group_id"].to(credit.mask.device), credit.keep)
-        per_row = stats.centred / (stats.std + _EPS) if self.config.normalise_by_std else stats.centred
-        advantages = torch.where(credit.mask, per_row.float()[:, None], 0.0)
-        batch.put_padded("token_rewards", credit.token_rewards)
-        batch.put_padded("advantages", advantages)
-        batch.put_padded("returns", advantages)
-        return credit_metrics(credit, advantages) | group_metrics(stats)
+        outcome = read_outcome(batch, self.config.overlong)
+        return write_outcome(batch, outcome, group_relative(outcome.groups, self.config.normalise_by_std))

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor
-from typing_extensions import Self
 
-from verl.algorithms.base import AlgorithmConfig, Loss, changed, clean, take
-from verl.algorithms.clipped_policy import ClippedPolicy, ClippedPolicyConfig, response_mask
-from verl.algorithms.credit import Credit, assign_credit, credit_metrics
+from verl.algorithms.base import AlgorithmConfig, Loss, clean, take
+from verl.algorithms.clipped_policy import response_mask
+from verl.algorithms.credit import assign_credit, credit_metrics
 from verl.algorithms.gae import gae
 from verl.algorithms.group import group_metrics, group_stats
-from verl.algorithms.kl import AdaptiveKL, FixedKL, KLEstimator, kl_estimate
 from verl.algorithms.masked import masked_mean, masked_sum, masked_var, varies, whiten
+from verl.algorithms.reward_kl import RewardKLConfig, RewardKLPolicy
 from verl.algorithms.value_loss import clipped_value_loss
 from verl.batch import Batch
 
 
-class PPOConfig(ClippedPolicyConfig):
+class PPOConfig(RewardKLConfig):
     """Keys of PPO."""
 
     name: Literal["ppo"] = "ppo"
@@ -31,49 +30,11 @@ class PPOConfig(ClippedPolicyConfig):
     """Share of the real return against the critic's guess. 1 takes no bias from a critic that starts untrained."""
     value_clip: float | None = Field(default=0.5, gt=0)
     """How far a value may move from the one before the update, in reward units; null switches it off."""
-    kl_in: Literal["reward", "loss"] = "reward"
-    """Where the KL divergence from the reference counts."""
-    kl_target: float | None = Field(default=None, gt=0)
-    """KL a token, in nats, that kl_coef is steered towards from step to step; null keeps kl_coef fixed."""
-    kl_horizon: float = Field(default=10000.0, gt=0)
-    """Responses over which that steering takes full effect."""
     whiten_advantages: bool = True
     """Give the advantages of a step mean 0 and variance 1 over all its sampled tokens."""
 
-    @property
-    def reward_kl_coef(self) -> float:
-        """Weight of the KL in the reward, before any steering."""
-        return self.kl_coef if self.kl_in == "reward" else 0.0
 
-    @property
-    def loss_kl_coef(self) -> float:
-        """Weight of the KL in the actor's loss."""
-        return self.kl_coef if self.kl_in == "loss" else 0.0
-
-    @property
-    def estimator(self) -> KLEstimator:
-        """The KL estimator in use: unless given, k1 in the reward and k3 in the loss."""
-        return self.kl_estimator or ("k1" if self.kl_in == "reward" else "k3")
-
-    @model_validator(mode="after")
-    def _steering_is_possible(self) -> Self:
-        if self.kl_target is not None and self.kl_in == "loss":
-            raise ValueError("kl_target steers the KL in the reward only: set kl_in to 'reward' or kl_target to null")
-        return self
-
-    def ineffective_keys(self) -> list[str]:
-        """As in AlgorithmConfig."""
-        found = super().ineffective_keys()
-        without_kl = ["kl_in", "kl_target"] if self.kl_coef == 0 else []
-        found += [f"{key} (kl_coef is 0)" for key in without_kl if changed(self, key)]
-        if self.kl_target is None and changed(self, "kl_horizon"):
-            found.append("kl_horizon (kl_target is null)")
-        if self.reward_kl_coef > 0 and self.estimator.endswith("+"):
-            found.append(f"the + of kl_estimator {self.estimator!r} (a KL in the reward has no gradient)")
-        return found
-
-
-class PPO(ClippedPolicy[PPOConfig]):
+class PPO(RewardKLPolicy[PPOConfig]):
     """Proximal policy optimisation with a critic.
 
     token_rewards = score on the last sampled token - kl_coef * KL_t (old policy against reference), and
@@ -83,17 +44,10 @@ class PPO(ClippedPolicy[PPOConfig]):
 
     Config: ClassVar[type[AlgorithmConfig]] = PPOConfig
 
-    def __init__(self, config: PPOConfig) -> None:
-        super().__init__(config)
-        coef, target = config.reward_kl_coef, config.kl_target
-        self.kl = FixedKL(coef) if target is None else AdaptiveKL(coef, target, config.kl_horizon)
-
     @property
     def needs(self) -> frozenset[str]:
         """The critic; with a KL the reference; with the KL in the reward also the old policy's log-probs."""
-        reference = {"reference"} if self.config.kl_coef > 0 else set()
-        old = {"old_log_probs"} if self.config.reward_kl_coef > 0 else set()
-        return frozenset({"critic"} | reference | old)
+        return super().needs | {"critic"}
 
     @property
     def trains(self) -> tuple[str, ...]:
@@ -102,8 +56,8 @@ class PPO(ClippedPolicy[PPOConfig]):
 
     def advantages(self, batch: Batch) -> dict[str, float]:
         """As in Algorithm; returns are the critic's targets, before whitening."""
-        credit = assign_credit(batch)
-        rewards, metrics = self._penalised(credit, batch)
+        credit = assign_credit(batch, self.config.overlong)
+        rewards, metrics = self.penalised(credit, batch)
         values = clean(batch.padded("values"), credit.mask, "values")
         c = self.config
         advantages, returns = gae(values, rewards, credit.mask, gamma=c.gamma, gae_lambda=c.gae_lambda)
@@ -134,30 +88,6 @@ class PPO(ClippedPolicy[PPOConfig]):
             "critic/values/mean": (masked_sum(now.detach(), mask), tokens),
         }
         return Loss(total, count, metrics)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The steered KL coefficient, if it is steered."""
-        return self.kl.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the steered KL coefficient."""
-        self.kl.load_state_dict(state)
-
-    def _penalised(self, credit: Credit, batch: Batch) -> tuple[Tensor, dict[str, float]]:
-        """Token rewards less the KL penalty, and the coefficient moved by the KL that was seen."""
-        if self.config.reward_kl_coef == 0:
-            return credit.token_rewards, {}
-        mask = credit.mask
-        old = clean(batch.padded("old_log_probs"), mask, "old_log_probs")
-        reference = clean(batch.padded("ref_log_probs"), mask, "ref_log_probs")
-        kl = kl_estimate(old, reference, self.config.estimator)
-        has_tokens = mask.any(1)
-        mean_kl = float(masked_mean(masked_mean(kl, mask, dim=1), has_tokens))
-        metrics = {"actor/reward_kl": mean_kl, "actor/kl_coef": self.kl.coef}
-        rewards = credit.token_rewards - self.kl.coef * kl
-        if rows := int(has_tokens.sum()):
-            self.kl.update(mean_kl, rows)
-        return rewards, metrics
 
 
 def value_metrics(values: Tensor, returns: Tensor, mask: Tensor) -> dict[str, float]:
