@@ -9,7 +9,7 @@ import pytest
 
 from tests.trainer.runs import checkpoints_of, metrics_of, rollouts_of, sections
 from verl.common.errors import CheckpointError
-from verl.trainer.callbacks import write_rows
+from verl.trainer.callbacks import SaveCheckpoints, write_rows
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.sections import OnPolicyRun
 
@@ -67,7 +67,7 @@ def test_samples_of_steps_that_the_run_went_back_over_are_dropped(tmp_path: Path
     """A run of 5 steps whose newest checkpoint is of step 3, and which then ends at 4."""
     folder = run(tmp_path, 3, trainer__total_steps=5)
     trainer = trainer_of(tmp_path, trainer__total_steps=5)
-    trainer.callbacks = [c for c in trainer.callbacks if type(c).__name__ != "Checkpoint"]
+    trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, SaveCheckpoints)]
     trainer.run()
     assert len(rollouts_of(folder)) == len(metrics_of(folder)) == 5
     run(tmp_path, trainer__total_steps=4)

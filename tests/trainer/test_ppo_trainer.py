@@ -181,7 +181,7 @@ def test_steps_and_runs_count_together(tmp_path: Path) -> None:
     assert trainer.run(num_steps=3).steps == 5
     trainer.close()
     assert [line["step"] for line in metrics_of(tmp_path / "run")] == [1, 2, 3, 4, 5]
-    with pytest.raises(ConfigError, match="num_steps must be at least 1, got 0"):
+    with pytest.raises(ConfigError, match="num_steps must be a whole number, at least 1, got 0"):
         trainer.run(num_steps=0)
 
 

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -41,20 +41,20 @@ def sections_of(
     """The validated sections and whatever was given as an object. Raises ConfigError."""
     given = Given()
     model_keys = dict(model) if isinstance(model, Mapping) else {"path": str(model)}
-    if isinstance(model, torch.nn.Module):
-        given.model = cast(PreTrainedModel, model)
+    if isinstance(model, PreTrainedModel):
+        given.model = model
         model_keys = {"path": GIVEN}
     elif not isinstance(model, str | PathLike | Mapping):
         raise ConfigError(
-            "model must be a folder or hub name, a transformers module or the keys of the model section, "
-            f"got {type(model).__name__}"
+            "model must be a folder or hub name, a transformers module (PreTrainedModel) or the keys of the model "
+            f"section, got {type(model).__name__}"
         )
     if isinstance(tokenizer, str | PathLike):
         model_keys["tokenizer"] = str(tokenizer)
     elif tokenizer is not None:
         given.tokenizer = tokenizer
         model_keys["tokenizer"] = GIVEN
-    elif isinstance(model, torch.nn.Module):
+    elif given.model is not None:
         raise ConfigError("a model given as an object needs tokenizer=: the tokenizer or a folder that holds it")
     data_keys = dict(data) if isinstance(data, Mapping) else {"train": data}
     if val is not None:
@@ -114,7 +114,9 @@ def load_data(
 def check_lengths(
     hf_config: PretrainedConfig, config: OnPolicyRun, train: PromptDataset, val: PromptDataset | None
 ) -> None:
-    """Raise ConfigError when the longest prompt and a whole response are more than the model has positions."""
+    """Raise ConfigError when the longest prompt and a whole response are more than the model has positions, or when a
+    prompt has an id beyond its vocabulary."""
+    _check_vocabulary(hf_config, config, train, val)
     longest, key = max((len(row.prompt_ids), k) for k, rows in (("val", val), ("train", train)) for row in rows or ())
     total = longest + config.rollout.max_response_tokens
     for name, limit in position_limits(hf_config).items():
@@ -124,6 +126,19 @@ def check_lengths(
                 f"{config.rollout.max_response_tokens} needs {total} positions; the model has {limit} ({name}). Lower "
                 f"rollout.max_response_tokens, or data.max_prompt_tokens (now {config.data.max_prompt_tokens})"
             )
+
+
+def _check_vocabulary(
+    hf_config: PretrainedConfig, config: OnPolicyRun, train: PromptDataset, val: PromptDataset | None
+) -> None:
+    size = getattr(hf_config.get_text_config(), "vocab_size", None)
+    for key, rows in (("train", train), ("val", val)):
+        for row in rows or ():
+            if size is not None and (largest := max(row.prompt_ids)) >= size:
+                raise ConfigError(
+                    f"row {row.row_id} of data.{key} ({row.source}) has the token id {largest}, and the model knows "
+                    f"{size} tokens (vocab_size): model.tokenizer={config.model.tokenizer!r} isn't the model's own"
+                )
 
 
 def pick_device(name: str) -> torch.device:

@@ -42,7 +42,7 @@ def plan(config: OnPolicyRun) -> str:
 
 def train_run(config: OnPolicyRun) -> int:
     """Train and print the summary. Returns the exit code: 0, or 128 + signal after an interrupt."""
-    folder = config.trainer.output_dir
+    folder = config.trainer.output_dir.absolute()  # wherever a reward may change the working folder to
     prepare_folder(config.trainer)
     with _log_file(folder):
         trainer = PPOTrainer.from_config(config)

@@ -24,6 +24,7 @@ from verl.trainer.inputs import Given, sections_of
 from verl.trainer.interrupts import Interrupted, Interrupts
 from verl.trainer.measures import describe_responses, throughput
 from verl.trainer.resume import prepare_folder, restore
+from verl.trainer.run_claim import RunClaim
 from verl.trainer.scoring import score
 from verl.trainer.sections import OnPolicyRun
 
@@ -80,7 +81,10 @@ class PPOTrainer:
         return trainer
 
     def _set_up(self, config: OnPolicyRun, given: Given, callbacks: list[Callback] | None) -> None:
+        config = _at_one_place(config)
         prepare_folder(config.trainer)
+        self.claim = RunClaim(config.trainer.output_dir)
+        self.claim.take()
         self.config = config
         self.parts: Parts = assemble(config, given)
         self.steps_done = 0
@@ -142,8 +146,8 @@ class PPOTrainer:
         scored, else after the step, with a checkpoint. Raises RunIncomplete when the data end before the steps do.
         """
         if num_steps is not None:
-            if num_steps < 1:
-                raise ConfigError(f"num_steps must be at least 1, got {num_steps}")
+            if not isinstance(num_steps, int) or num_steps < 1:
+                raise ConfigError(f"num_steps must be a whole number, at least 1, got {num_steps!r}")
             self._asked += num_steps
         result = RunResult(self.steps_done)
         with self.interrupts.listening():
@@ -172,12 +176,14 @@ class PPOTrainer:
         finally:
             self.parts.rewards.close()
             self.parts.give_model_back()
+            self.claim.release()
 
     def _start(self) -> None:
         if not self.is_whole:
             raise StaleWeights(f"step {self.steps_done + 1} broke off within its update: start again from a checkpoint")
         if self._is_started:
             return
+        self.claim.take()
         self._is_started = True
         self.parts.take_model()
         folder = self.config.trainer.output_dir
@@ -189,8 +195,11 @@ class PPOTrainer:
         if not self._is_started:
             return
         self._is_started = False
-        for callback in self.callbacks:
-            callback.on_end(self)
+        try:
+            for callback in self.callbacks:
+                callback.on_end(self)
+        finally:
+            self.claim.release()
 
     def _prompts(self) -> list[PromptRow]:
         loader = self.parts.loader
@@ -206,3 +215,9 @@ class PPOTrainer:
         speed = throughput(batch, timings, self.parts.shape, actor.config.epochs_per_step, self.parts.device)
         version = {"rollout/policy_version": float(batch["policy_version"].max())}
         return {**metrics, **describe_responses(batch), **version, **timings, **speed}
+
+
+def _at_one_place(config: OnPolicyRun) -> OnPolicyRun:
+    """``config`` with an absolute ``trainer.output_dir``: a reward or a notebook may change the working folder."""
+    trainer = config.trainer.model_copy(update={"output_dir": config.trainer.output_dir.absolute()})
+    return config.model_copy(update={"trainer": trainer})

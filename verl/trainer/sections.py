@@ -62,6 +62,11 @@ class TrainerConfig(Section):
     save_rollouts_every: int | None = Field(1, ge=1)
     """Steps between files of samples with scores and log-probs; null: none."""
 
+    @field_validator("output_dir")
+    @classmethod
+    def _home(cls, value: Path) -> Path:
+        return value.expanduser()
+
 
 class ValidationConfig(Section):
     """Scoring `data.val` on a schedule."""
