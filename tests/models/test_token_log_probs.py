@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.tiny import VOCAB, tiny_model
 from verl.models.causal_lm import CausalLM
@@ -60,3 +63,30 @@ def test_a_frozen_head_takes_no_gradient() -> None:
     log_probs, _ = log_probs_and_entropy(lm, hidden, torch.tensor([1, 2, 3]), 1.0, False)
     log_probs.sum().backward()
     assert hidden.grad is not None and lm.head.weight.grad is None
+
+
+def peak_bytes(lm: CausalLM, tokens: int) -> int:
+    """Most memory that stood allocated at once on the CPU in a forward and a backward pass of the loss."""
+    hidden = torch.randn(tokens, 32, requires_grad=True)
+    targets = torch.arange(tokens) % lm.vocab_size
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        log_probs, entropy = log_probs_and_entropy(lm, hidden, targets, 0.7, True)
+        (log_probs.sum() - entropy.sum()).backward()
+    kineto = profile.profiler.kineto_results.events()
+    steps = sorted((e.start_ns(), e.nbytes()) for e in kineto if e.name() == "[memory]")
+    assert steps, "the profiler saw no allocation"
+    return max(accumulate(size for _, size in steps))
+
+
+def test_peak_memory_is_that_of_a_chunk_whatever_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    vocab, chunk_tokens = 4000, 64
+    config = AutoConfig.for_model(
+        "llama", vocab_size=vocab, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    lm = CausalLM(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    monkeypatch.setattr("verl.models.token_log_probs.CHUNK_ELEMENTS", vocab * chunk_tokens)
+    chunk, head, states = vocab * chunk_tokens * 4, vocab * 32 * 4, 1600 * 32 * 4
+    few, many = (peak_bytes(lm, tokens) for tokens in (128, 1600))
+    assert many - few < 3 * states, "more tokens cost their hidden states, not their logits"
+    assert 3 * chunk < many < 3 * chunk + 3 * head + 3 * states
