@@ -12,6 +12,8 @@ ALGORITHMS = Registry(
     {
         "ppo": "verl.algorithms.ppo:PPO",
         "grpo": "verl.algorithms.grpo:GRPO",
+        "dr_grpo": "verl.algorithms.dr_grpo:DrGRPO",
+        "rloo": "verl.algorithms.rloo:RLOO",
     },
 )
 
