@@ -89,4 +89,4 @@ def test_peak_memory_is_that_of_a_chunk_whatever_the_tokens(monkeypatch: pytest.
     chunk, head, states = vocab * chunk_tokens * 4, vocab * 32 * 4, 1600 * 32 * 4
     few, many = (peak_bytes(lm, tokens) for tokens in (128, 1600))
     assert many - few < 3 * states, "more tokens cost their hidden states, not their logits"
-    assert 3 * chunk < many < 3 * chunk + 3 * head + 3 * states
+    assert many < 3 * chunk + 3 * head + 2 * states, "no chunk stands beside the next"
