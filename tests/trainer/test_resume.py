@@ -193,6 +193,22 @@ def test_a_full_disk_ends_the_run_and_keeps_older_checkpoints(tmp_path: Path) ->
     assert run(tmp_path, trainer__total_steps=4, trainer__save_every=1).steps == 4
 
 
+@pytest.mark.parametrize(("keys", "step"), [({}, 4), ({"trainer__save_every": 3}, 3), ({"algorithm": "ppo"}, 4)])
+def test_a_disk_too_small_for_any_checkpoint_is_found_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], step: int
+) -> None:
+    trainer = PPOTrainer.from_config(OnPolicyRun.parse(sections(tmp_path, trainer__total_steps=4, **keys)))
+    sizes = [p.numel() for role in trainer.parts.trained for p in role.engine.network.module.parameters()]
+    needed = 12 * sum(sizes)  # float32 weights and two moments
+    monkeypatch.setattr("verl.common.files.free_bytes", lambda folder: needed - 1)
+    with pytest.raises(CheckpointError, match=rf"checkpoint of step {step} .* needs about {needed:,} bytes"):
+        trainer.run()
+    assert trainer.steps_done == 0 and not list((tmp_path / "run").glob("checkpoints/step_*"))
+    monkeypatch.undo()
+    assert trainer.run().steps == 4
+    trainer.close()
+
+
 def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
     from verl.trainer.resume import _copy_weights
 

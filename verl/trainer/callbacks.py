@@ -16,7 +16,7 @@ from verl.common.errors import CheckpointError
 from verl.common.files import write_text
 from verl.observe.metrics import VALIDATION
 from verl.observe.trackers import TrackedRun, Trackers, open_trackers
-from verl.trainer.resume import holds_run, save
+from verl.trainer.resume import check_room, holds_run, save
 from verl.trainer.run_in_progress import RunInProgress
 from verl.trainer.validation import evaluate, rollout_rows
 from verl.workers.rollout import Rollout
@@ -133,6 +133,7 @@ class SaveCheckpoints(Callback):
 
     def on_start(self, trainer: RunInProgress) -> None:
         self.saved = trainer.steps_done
+        check_room(trainer)
 
     def on_step(self, trainer: RunInProgress, batch: Batch, metrics: dict[str, float]) -> None:
         every = trainer.config.trainer.save_every

@@ -93,7 +93,7 @@ class CheckpointStore:
         """Commit the checkpoint of ``step`` and return its folder; one of the same step is replaced.
 
         parts            name such as ``actor/model`` -> what writes that folder, which is empty when it is called
-        estimated_bytes  what it will take on disk; by default what the largest one there took
+        estimated_bytes  what it will take on disk at least, where the largest one there took less
         Raises CheckpointError when there isn't room or a write fails; what was there before is then untouched.
         """
         _check_parts(parts)
@@ -104,9 +104,8 @@ class CheckpointStore:
             with files.locked(self.folder) as is_locked:
                 if is_locked and (names := files.remove_leftovers(self.folder)):
                     log.warning("removed what dead writers left in %s: %s", self.folder, ", ".join(names))
-                needed = estimated_bytes or max((files.manifest_bytes(path) for path in self._folders()), default=0)
-                if needed > files.free_bytes(self.folder):
-                    raise self._no_room(step, needed)
+                needed = max([estimated_bytes or 0, *(files.manifest_bytes(path) for path in self._folders())])
+                self.check_room(step, needed)
                 with files.folder_written_aside(target, replace=True) as aside:
                     _write(aside, step, parts, state)
                 files.write_text(self.folder / POINTER, target.name + "\n")
@@ -120,6 +119,11 @@ class CheckpointStore:
                 ) from error
             raise
         return target
+
+    def check_room(self, step: int, needed: int) -> None:
+        """Raise CheckpointError when the disk has no ``needed`` bytes for the checkpoint of ``step``."""
+        if needed > files.free_bytes(self.folder):
+            raise self._no_room(step, needed)
 
     def latest(self) -> Checkpoint | None:
         """The newest complete checkpoint, or None; a warning names each newer one that is damaged.

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from verl.common.errors import CheckpointError, ConfigError
 from verl.engines.base import TrainingEngine
+from verl.trainer.assembly import Parts
 from verl.trainer.checkpoint import JSON, CheckpointStore, changed_keys
 from verl.trainer.checkpoint_parts import load_optimizer, save_model, save_optimizer
 from verl.trainer.run_in_progress import RunInProgress
@@ -78,8 +79,31 @@ def save(trainer: RunInProgress) -> Path:
         "config": config.model_dump(mode="json"),
         "train_fingerprint": parts.train.fingerprint,
     }
-    store = CheckpointStore(config.trainer.output_dir, config.trainer.keep_checkpoints)
-    return store.save(trainer.steps_done, writers, state)
+    return _store(trainer).save(trainer.steps_done, writers, state, _least_bytes(trainer.parts))
+
+
+def check_room(trainer: RunInProgress) -> None:
+    """Raise CheckpointError when the disk can't hold the first checkpoint of this run, before a step is made for it."""
+    every = trainer.config.trainer.save_every or trainer.last_step
+    step = min(trainer.last_step, (trainer.steps_done // every + 1) * every)
+    if step > trainer.steps_done:
+        _store(trainer).check_room(step, _least_bytes(trainer.parts))
+
+
+def _store(trainer: RunInProgress) -> CheckpointStore:
+    config = trainer.config.trainer
+    return CheckpointStore(config.output_dir, config.keep_checkpoints)
+
+
+def _least_bytes(parts: Parts) -> int:
+    """What the tensors of a checkpoint take: weights, the two moments of each trained one, separate masters."""
+    total = 0
+    for role in parts.trained:
+        weights = list(role.engine.network.module.parameters())
+        masters = role.engine.masters
+        total += sum(w.nbytes for w in weights) + sum(m.nbytes for m in masters.separate.values())
+        total += 2 * sum(m.nbytes for m in masters.masters.values())
+    return total
 
 
 def restore(trainer: RunInProgress) -> None:
@@ -90,7 +114,7 @@ def restore(trainer: RunInProgress) -> None:
     config = trainer.config
     if config.trainer.resume != "auto" or not (config.trainer.output_dir / "checkpoints").is_dir():
         return
-    checkpoint = CheckpointStore(config.trainer.output_dir, config.trainer.keep_checkpoints).latest()
+    checkpoint = _store(trainer).latest()
     if checkpoint is None:
         return
     _check_config(checkpoint.state["config"], config.model_dump(mode="json"), checkpoint.path)
