@@ -5,7 +5,9 @@ import torch
 
 from tests.algorithms.rows import NAN, near
 from verl.algorithms.base import Loss
+from verl.algorithms.cispo import CISPO, CISPOConfig
 from verl.algorithms.grpo import GRPO, GRPOConfig
+from verl.algorithms.gspo import GSPO, GSPOConfig
 from verl.algorithms.ppo import PPO, PPOConfig
 from verl.common.errors import MissingField, ShapeError
 
@@ -59,6 +61,8 @@ ALGORITHMS = {
     "norm": GRPO(GRPOConfig(kl_coef=0.1, loss_aggregation="seq-mean-token-sum-norm", loss_norm_tokens=16)),
     "plain sum": GRPO(GRPOConfig(entropy_coef=0.1, loss_aggregation="token-sum")),
     "corrected": GRPO(GRPOConfig(correction={"mode": "sequence", "kind": "truncate"})),
+    "gspo": GSPO(GSPOConfig(clip_low=0.3, clip_high=0.3, kl_coef=0.1, entropy_coef=0.1)),
+    "cispo": CISPO(CISPOConfig(clip_low=0.2, clip_high=0.2, kl_coef=0.1)),
     "dropped": GRPO(GRPOConfig(correction={"mode": "token", "kind": "mask", "cap": 1.3})),
 }  # fmt: skip
 

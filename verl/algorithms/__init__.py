@@ -14,6 +14,9 @@ ALGORITHMS = Registry(
         "grpo": "verl.algorithms.grpo:GRPO",
         "dr_grpo": "verl.algorithms.dr_grpo:DrGRPO",
         "rloo": "verl.algorithms.rloo:RLOO",
+        "reinforce_pp_baseline": "verl.algorithms.reinforce_pp_baseline:ReinforcePPBaseline",
+        "opo": "verl.algorithms.opo:OPO",
+        "cispo": "verl.algorithms.cispo:CISPO",
     },
 )
 

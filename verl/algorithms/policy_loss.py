@@ -1,4 +1,4 @@
-"""The clipped ratio loss of PPO, a number a token. Knows log-probs, advantages and a mask; doesn't sum."""
+"""The clipped surrogate of PPO, a number a token. Knows log-probs, advantages and a mask; doesn't sum."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ class PolicyTerms:
 
     loss              with gradient
     ratio             policy now over old policy, detached
-    is_clipped        where the clipped surrogate is the larger one, so that the token has no gradient
+    is_clipped        where the clipped surrogate is the larger one, so that the token has no gradient (where a loss
+                      clips a weight that has none anyway: where it does)
     is_clipped_lower  where the dual clip holds a negative advantage's loss down
     """
 
@@ -43,6 +44,13 @@ def clipped_ratio_loss(
     passes over the full distribution at the sampling temperature.
     """
     ratio = (log_probs - old_log_probs).clamp(-20, 20).exp()
+    return clipped_surrogate(ratio, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+
+
+def clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None
+) -> PolicyTerms:
+    """The loss of ``clipped_ratio_loss`` for a ratio [B, R], of whatever, that carries the gradient."""
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = torch.maximum(plain, clipped)
