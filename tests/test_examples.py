@@ -37,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     character_tokenizer(string.printable).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config["max_position_embeddings"] = 8192
+    config |= {"max_position_embeddings": 8192, "vocab_size": 128}  # a dry run loads no weights
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
 

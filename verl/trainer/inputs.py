@@ -137,7 +137,8 @@ def _check_vocabulary(
             if size is not None and (largest := max(row.prompt_ids)) >= size:
                 raise ConfigError(
                     f"row {row.row_id} of data.{key} ({row.source}) has the token id {largest}, and the model knows "
-                    f"{size} tokens (vocab_size): model.tokenizer={config.model.tokenizer!r} isn't the model's own"
+                    f"{size} tokens (vocab_size): {config.model.tokenizer or config.model.path!r} (model.tokenizer) "
+                    "holds another model's tokenizer"
                 )
 
 
