@@ -284,7 +284,7 @@ def test_other_failures_clean_up_too(tmp_path: Path) -> None:
 def test_too_little_room_is_seen_before_anything_is_written(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     called: list[Path] = []
-    with pytest.raises(CheckpointError, match=r"needs about 1,152,921,504,606,846,976 bytes"):
+    with pytest.raises(CheckpointError, match=r"needs at least 1,152,921,504,606,846,976 bytes"):
         store.save(1, {"a": called.append}, {}, estimated_bytes=2**60)
     assert called == [] and steps(store) == []
 

@@ -80,3 +80,10 @@ def test_a_run_stays_in_its_folder_when_the_working_folder_changes(
 def test_the_home_folder_by_its_sign(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert TrainerConfig(output_dir=Path("~/runs/a")).output_dir == tmp_path / "runs" / "a"
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:-1", "mps", "CPU", ""])
+def test_words_that_are_no_device_are_refused_with_the_config(device: str) -> None:
+    assert TrainerConfig(device="cuda:1").device == "cuda:1"
+    with pytest.raises(ValueError, match="is no device: auto, cpu, cuda or cuda:N"):
+        TrainerConfig(device=device)

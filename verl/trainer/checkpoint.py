@@ -177,7 +177,7 @@ class CheckpointStore:
                 log.warning("can't remove the old checkpoint %s: %s", folder, error)
 
     def _no_room(self, step: int, needed: int) -> CheckpointError:
-        size = f"about {needed:,}" if needed else "an unknown number of"
+        size = f"at least {needed:,}" if needed else "an unknown number of"
         return CheckpointError(
             f"no room for the checkpoint of step {step} in {self.folder}: it needs {size} bytes, "
             f"{files.free_bytes(self.folder):,} are free. Free some, lower trainer.keep_checkpoints "

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 def plan(config: OnPolicyRun) -> str:
     """The effective config as YAML and, below it, what it comes to. Loads tokenizer and data, no model."""
+    config.track.check_installed()
     reward_runner(config, Given()).close()
     tokenizer = load_tokenizer(config.model)
     train, val = load_data(config, Given(), tokenizer)

@@ -8,6 +8,7 @@ entry may not import it.)
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -61,6 +62,13 @@ class TrainerConfig(Section):
     """auto: go on from the newest whole checkpoint in `output_dir`; never: refuse to touch a run that is there."""
     save_rollouts_every: int | None = Field(1, ge=1)
     """Steps between files of samples with scores and log-probs; null: none."""
+
+    @field_validator("device")
+    @classmethod
+    def _known_device(cls, value: str) -> str:
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
+            raise ValueError("is no device: auto, cpu, cuda or cuda:N")
+        return value
 
     @field_validator("output_dir")
     @classmethod
