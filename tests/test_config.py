@@ -266,7 +266,6 @@ CONFLICTS: list[tuple[list[str], list[str]]] = [
     (["actor.max_tokens_per_micro_batch=100"], ["actor.max_tokens_per_micro_batch=100", "rollout.max_response_tokens"]),
     (["actor.mini_batches_per_epoch=257"], ["actor.mini_batches_per_epoch=257", "256 responses"]),
     (["rollout.temperature=0"], ["rollout.temperature", "> 0"]),
-    (["rollout.min_response_tokens=600"], ["min_response_tokens = 600", "max_response_tokens = 512"]),
     (["algorithm.clip_low=-1"], ["algorithm.clip_low"]),
     (["model.scratch={model_type: llama}"], ["exactly one of model.path and model.scratch"]),
     (["reward.function=r.py:f"], ["reward"]),

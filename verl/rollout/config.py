@@ -12,7 +12,10 @@ from verl.rollout.base import SamplingParams
 
 
 class RolloutConfig(Section):
-    """How responses are sampled in training. There is no top-k or top-p: the sampler must be the policy."""
+    """How responses are sampled in training.
+
+    There is no top-k, no top-p and no minimum length that bans the stop ids: the sampler must be the policy.
+    """
 
     name: str = "native"
     """The rollout engine."""
@@ -20,8 +23,6 @@ class RolloutConfig(Section):
     """Divides the logits, in sampling and in every log-prob that training computes; > 0."""
     max_response_tokens: int = Field(default=512, ge=1)
     """Tokens sampled at most for one response, its stop token counted."""
-    min_response_tokens: int = Field(default=0, ge=0)
-    """Stop ids can't be sampled, and stop strings don't count, before this many tokens."""
     stop: list[str] = []
     """Strings that end a response; the token that completes one is kept."""
     stop_token_ids: list[int] = []
@@ -41,11 +42,6 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _settings_fit_together(self) -> Self:
-        if self.min_response_tokens > self.max_response_tokens:
-            raise ValueError(
-                f"min_response_tokens = {self.min_response_tokens} must be at most "
-                f"max_response_tokens = {self.max_response_tokens}"
-            )
         self.sampling()
         return self
 
@@ -53,7 +49,6 @@ class RolloutConfig(Section):
         """The settings as an engine takes them, with ``changes`` by SamplingParams' names (an evaluation's, say)."""
         settings: dict[str, Any] = {
             "max_new_tokens": self.max_response_tokens,
-            "min_new_tokens": self.min_response_tokens,
             "temperature": self.temperature,
             "stop": tuple(self.stop),
             "stop_token_ids": tuple(self.stop_token_ids),
