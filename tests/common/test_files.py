@@ -23,6 +23,19 @@ def test_write_text_replaces_and_leaves_nothing_aside(tmp_path: Path) -> None:
     assert path.read_text(encoding="utf-8") == "zwei é" and names(path.parent) == ["file.txt"]
 
 
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_files_of_a_folder_have_the_permissions_that_the_umask_leaves(tmp_path: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        with files.folder_written_aside(tmp_path / "a") as aside:
+            (aside / "deep").mkdir()
+            for name in ("x", "deep/y"):
+                (aside / name).touch(mode=0o600)
+    finally:
+        os.umask(before)
+    assert {oct(path.stat().st_mode & 0o777) for path in (tmp_path / "a").rglob("*") if path.is_file()} == {oct(mode)}
+
+
 def test_folder_is_whole_or_absent(tmp_path: Path) -> None:
     with files.folder_written_aside(tmp_path / "a") as aside:
         (aside / "x").write_text("1")

@@ -14,7 +14,7 @@ import shutil
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,7 @@ def write_json(path: Path, value: Any) -> None:
 def folder_written_aside(target: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield an empty folder beside ``target``; rename it to ``target`` when the block ends well, else remove it.
 
+    Its files can be read and written by whom the umask lets, also where a library makes them its owner's alone.
     Everything in it is fsynced before the rename and the parent's entry after it. ``target`` must not exist, unless
     ``replace``: then it is called ``<name>.old`` until the new one stands, so that one of the two is always there.
     """
@@ -75,6 +76,7 @@ def folder_written_aside(target: Path, *, replace: bool = False) -> Iterator[Pat
     aside.mkdir(parents=True)
     try:
         yield aside
+        _share_as_folder(aside)
         fsync_tree(aside)
         if replace and target.exists():
             remove_folder(displaced)
@@ -88,6 +90,14 @@ def folder_written_aside(target: Path, *, replace: bool = False) -> Iterator[Pat
     fsync_dir(target.parent)
     if replace:
         remove_folder(displaced)
+
+
+def _share_as_folder(folder: Path) -> None:
+    """Give the files of a folder that was just made the folder's own permissions: those that the umask left."""
+    mode = folder.stat().st_mode & 0o666
+    for name in _files_under(folder):
+        with suppress(OSError):  # of file systems without permissions
+            (folder / name).chmod(mode)
 
 
 def displaced_name(target: Path) -> Path:
