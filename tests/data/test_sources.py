@@ -91,7 +91,7 @@ def test_bad_lines_are_all_named(tmp_path):
     [
         ("a.jsonl", b"", "holds no rows"),
         ("a.jsonl", b"\n \n", "holds no rows"),
-        ("a.jsonl", b'{"a": "\xff\xfe"}', "can't read .*utf-8"),
+        ("a.jsonl", b'{"a": "\xff\xfe"}', r"(?s)can't be used.*a\.jsonl:1: 'utf-8'"),
         ("a.json", b"[]", "holds no rows"),
         ("a.json", b'{"a": 1}', "must hold a list of objects, got dict"),
         ("a.json", b"[1]", r"a\.json\[0\] must be a JSON object, got int"),
@@ -216,3 +216,10 @@ def test_gsm8k_loads_whole():
     data = load_prompts(GSM8K / "test.jsonl", config, word_tokenizer())
     assert len(data) == data.report.rows_read == 1319
     assert data[0].ground_truth.endswith("#### 18") and data[0].extra == {}
+
+
+def test_lines_of_another_encoding_are_named_like_other_broken_lines(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n{"prompt": "caf\xe9"}\r\n\r\n{"prompt": "\xc3\xa9"}\n{broken\n')
+    with pytest.raises(DataError, match=r"(?s)2 of 4 rows .*rows\.jsonl:2: 'utf-8' codec can't .*rows\.jsonl:5: "):
+        list(read_rows(str(path), DataConfig(), "data.train"))

@@ -10,6 +10,7 @@ trained on half a file because the download broke looks like any other run.
 
 from __future__ import annotations
 
+import codecs
 import glob
 import json
 import os
@@ -129,14 +130,14 @@ def _guarded(path: Path, key: str) -> Iterator[SourceRow]:
 def _read_jsonl(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
     problems: list[str] = []
     lines = 0
-    with path.open(encoding="utf-8-sig") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if not line.strip():
+            if not line.strip(codecs.BOM_UTF8 + b" \t\r\n"):
                 continue
             lines += 1
             try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
+                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except (ValueError, RecursionError) as error:  # text of another encoding is a ValueError too
                 problems.append(f"{path}:{number}: {error}")
                 continue
             if isinstance(row, dict):
