@@ -64,7 +64,7 @@ def test_one_line_a_figure() -> None:
     assert [line.split() for line in lines] == [
         ["device", "cpu"],
         ["timing/step_s", "0.1235"],
-        ["perf/tokens", "1.234e+04"],
+        ["perf/tokens", "12,345"],
     ]
 
 

@@ -239,8 +239,13 @@ def _two_ranks(rank: int, folder: str) -> tuple[list[tuple[Any, ...]], str, floa
     profiler.start()
     work()
     tensor = torch.ones(1000)
-    if rank == 1:
-        time.sleep(0.2)
+    at_the_call = Path(folder) / "rank0_is_there"
+    if rank == 0:
+        at_the_call.touch()
+    else:
+        while not at_the_call.exists():
+            time.sleep(0.01)
+        time.sleep(0.3)
     all_reduce(tensor, group=pair)
     dist.all_gather([torch.empty(1000), torch.empty(1000)], tensor)
     dist.broadcast(tensor.to(torch.bfloat16), 0)

@@ -6,7 +6,7 @@ from verl.rewards.config import RewardConfig
 
 
 def test_every_name_loads() -> None:
-    assert sorted(REWARDS) == ["exact", "gsm8k", "math", "number", "reasoning_gym"]
+    assert sorted(REWARDS) == ["characters", "exact", "gsm8k", "math", "number", "reasoning_gym"]
     assert all(callable(REWARDS.load(name)) for name in REWARDS)
 
 
