@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-import io
 import contextlib
+import io
 import os
 from pathlib import Path
 
