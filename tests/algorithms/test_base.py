@@ -48,7 +48,7 @@ def test_what_each_algorithm_needs_and_trains():
     assert of("grpo").needs == frozenset() and of("grpo").trains == ("actor",)
     assert of("grpo", kl_coef=0.1).needs == {"reference"}
     assert of("grpo").min_group_size == 2 and of("ppo").min_group_size == 1
-    for name in ("dr_grpo", "cispo", "opo", "reinforce_pp_baseline"):
+    for name in ("dr_grpo", "gspo", "cispo", "opo", "reinforce_pp_baseline"):
         assert of(name).needs == frozenset() and of(name).trains == ("actor",) and of(name).min_group_size == 2
         assert of(name, kl_coef=0.1).needs == {"reference"}
 

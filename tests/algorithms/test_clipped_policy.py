@@ -230,3 +230,11 @@ def test_low_precision_log_probs_are_computed_in_float32():
     lp = torch.tensor([[-1.0]], dtype=torch.bfloat16, requires_grad=True)
     loss = GRPO(GRPOConfig()).actor_loss(lp, None, columns([[1.0]]))
     assert loss.sum.dtype == torch.float32
+
+
+def test_correction_is_on_where_sampler_and_trainer_round_apart() -> None:
+    algorithm = GRPO(GRPOConfig())
+    assert algorithm.correction.mode == "none"
+    algorithm.rollout_rounds_apart = True
+    assert algorithm.correction.mode == "token"
+    assert GRPO(GRPOConfig(correction={"mode": "none"})).correction.mode == "none"

@@ -68,6 +68,6 @@ def test_empty_rows():
 def test_config():
     with pytest.raises(ValidationError, match="cap"):
         CorrectionConfig(mode="token", cap=1.0)
-    assert CorrectionConfig(cap=3.0).ineffective_keys() == ["correction.cap (correction.mode is none)"]
+    assert CorrectionConfig(mode="none", cap=3.0).ineffective_keys() == ["correction.cap (correction.mode is none)"]
     assert CorrectionConfig(cap=2.0, kind="truncate").ineffective_keys() == []
     assert CorrectionConfig(mode="token", cap=3.0).ineffective_keys() == []

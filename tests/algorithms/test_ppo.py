@@ -170,7 +170,7 @@ def test_wrong_keys_are_named(keys):
         ({"kl_coef": 0.1, "kl_in": "loss", "kl_estimator": "k1"}, ["kl_estimator"]),
         ({"kl_coef": 0.1, "kl_estimator": "k3+"}, ["the + of kl_estimator"]),
         ({"loss_norm_tokens": 9}, ["loss_norm_tokens"]),
-        ({"correction": {"cap": 3.0}}, ["correction.cap"]),
+        ({"correction": {"mode": "none", "cap": 3.0}}, ["correction.cap"]),
         ({"kl_coef": 0.1, "kl_target": 0.1, "kl_horizon": 5.0, "kl_estimator": "k2"}, []),
         ({"kl_coef": 0.1, "kl_in": "loss", "kl_estimator": "k1+"}, []),
         (PPOConfig().model_dump(), []),

@@ -17,7 +17,7 @@ def test_entries_are_loaded_when_asked_for() -> None:
 
 def test_unknown_name_says_the_nearest_and_all() -> None:
     with pytest.raises(
-        UnknownName, match=r"unknown function 'rot'; did you mean 'root'\?. Known: broken, root"
+        UnknownName, match=r"unknown function 'rot'; did you mean 'root'\? Known: broken, root"
     ) as caught:
         TABLE.load("rot")
     assert isinstance(caught.value, ConfigError)

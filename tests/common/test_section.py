@@ -191,7 +191,7 @@ def test_parse_reads_nested_sections() -> None:
 def test_unknown_keys_name_section_and_nearest() -> None:
     text = problem({"actor": {"optim": {"leraning_rate": 1e-5}}})
     assert text == (
-        "actor.optim: unknown key 'leraning_rate'; did you mean 'learning_rate'?. "
+        "actor.optim: unknown key 'leraning_rate'; did you mean 'learning_rate'? "
         "Optim takes: color, learning_rate, steps"
     )
     assert "trainer.actor.optim: " in problem({"actor": {"optim": {"x": 1}}}, where="trainer")

@@ -10,13 +10,15 @@ def test_warm_up_then_constant() -> None:
     assert [optim.lr_at(step, 10) for step in (1, 2, 4, 5, 10)] == [0.25, 0.5, 1.0, 1.0, 1.0]
 
 
-def test_linear_ends_at_its_fraction() -> None:
+def test_linear_starts_at_the_peak_and_heads_for_its_fraction() -> None:
     optim = OptimConfig(lr=1.0, schedule="linear", min_lr_frac=0.1)
-    assert [optim.lr_at(step, 10) for step in (5, 10, 12)] == pytest.approx([0.55, 0.1, 0.1])
+    assert [optim.lr_at(step, 10) for step in (1, 6, 10, 12)] == pytest.approx([1.0, 0.55, 0.19, 0.1])
+    warm = OptimConfig(lr=1.0, schedule="linear", warmup_steps=2)
+    assert [warm.lr_at(step, 6) for step in (1, 2, 3, 6)] == pytest.approx([0.5, 1.0, 1.0, 0.25])
 
 
 def test_cosine_is_half_way_down_in_the_middle() -> None:
     optim = OptimConfig(lr=2.0, schedule="cosine", warmup_steps=2)
-    assert optim.lr_at(2, 10) == 2.0
-    assert optim.lr_at(6, 10) == pytest.approx(1.0)
-    assert optim.lr_at(10, 10) == pytest.approx(0.0)
+    assert optim.lr_at(2, 10) == optim.lr_at(3, 10) == 2.0
+    assert optim.lr_at(7, 10) == pytest.approx(1.0)
+    assert 0 < optim.lr_at(10, 10) < 0.08

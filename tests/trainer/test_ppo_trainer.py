@@ -186,11 +186,11 @@ def test_steps_and_runs_count_together(tmp_path: Path) -> None:
 
 
 def test_the_schedule_spans_the_whole_run_however_it_is_cut(tmp_path: Path) -> None:
-    """Linear to zero over 4 steps: lr * (1 - step / 4), also when only two of them are made now."""
+    """Linear to zero over 4 steps: lr * (1 - (step - 1) / 4), also when only two of them are made now."""
     trainer = trainer_of(tmp_path, trainer__total_steps=4, actor__optim__lr=0.4, actor__optim__schedule="linear")
     rates = [trainer.run(num_steps=1).metrics["actor/lr"] for _ in range(4)]
     trainer.close()
-    assert rates == pytest.approx([0.3, 0.2, 0.1, 0.0])
+    assert rates == pytest.approx([0.4, 0.3, 0.2, 0.1])
 
 
 def test_data_that_end_before_the_steps_do(tmp_path: Path) -> None:

@@ -14,8 +14,10 @@ ALGORITHMS = Registry(
         "grpo": "verl.algorithms.grpo:GRPO",
         "dr_grpo": "verl.algorithms.dr_grpo:DrGRPO",
         "rloo": "verl.algorithms.rloo:RLOO",
+        "reinforce_pp": "verl.algorithms.reinforce_pp:ReinforcePP",
         "reinforce_pp_baseline": "verl.algorithms.reinforce_pp_baseline:ReinforcePPBaseline",
         "opo": "verl.algorithms.opo:OPO",
+        "gspo": "verl.algorithms.gspo:GSPO",
         "cispo": "verl.algorithms.cispo:CISPO",
     },
 )

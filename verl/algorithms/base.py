@@ -72,6 +72,8 @@ class Algorithm(ABC, Generic[ConfigT]):
 
     def __init__(self, config: ConfigT) -> None:
         self.config = config
+        self.rollout_rounds_apart = False
+        """Whether sampler and trainer compute a log-prob to different roundings that matter: set by who assembles."""
 
     @property
     @abstractmethod

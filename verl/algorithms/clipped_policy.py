@@ -135,16 +135,25 @@ class RatioPolicy(Algorithm[RatioT]):
     def policy_terms(self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor) -> PolicyTerms:
         """The surrogate of each token; all [B, R] and 0 outside ``mask``."""
 
+    @property
+    def correction(self) -> CorrectionConfig:
+        """The rollout correction in use: the config's, with its auto decided."""
+        chosen = self.config.correction
+        if chosen.mode != "auto":
+            return chosen
+        return chosen.model_copy(update={"mode": "token" if self.rollout_rounds_apart else "none"})
+
     def _corrected(
         self, loss: Tensor, old: Tensor, columns: Mapping[str, Tensor], mask: Tensor
     ) -> tuple[Tensor, Metrics]:
-        is_on = self.config.correction.mode != "none"
+        correction = self.correction
+        is_on = correction.mode != "none"
         if not is_on and "rollout_log_probs" not in columns:
             return loss, {}
         rollout = take(columns, "rollout_log_probs", mask)
         metrics = rollout_diff(old, rollout, mask)
         if is_on:
-            weights, more = correction_weights(old, rollout, mask, self.config.correction)
+            weights, more = correction_weights(old, rollout, mask, correction)
             return loss * weights, metrics | more
         return loss, metrics
 

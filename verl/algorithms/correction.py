@@ -20,8 +20,9 @@ from verl.common.section import Section
 class CorrectionConfig(Section):
     """How the policy loss is weighted where rollout and training log-probs differ."""
 
-    mode: Literal["none", "token", "sequence"] = "none"
-    """One weight a token, or one a response (the product over its sampled tokens); none leaves the loss as it is."""
+    mode: Literal["auto", "none", "token", "sequence"] = "auto"
+    """One weight a token, or one a response (the product over its sampled tokens); none leaves the loss as it is. auto:
+    token where sampler and trainer round differently (bfloat16), none in float32, where the weights are 1."""
     kind: Literal["truncate", "mask"] = "truncate"
     """Above ``cap``: truncate lowers the weight to it; mask drops what lies outside [1 / cap, cap]."""
     cap: float = Field(default=2.0, gt=1)
@@ -37,7 +38,7 @@ class CorrectionConfig(Section):
 def correction_weights(
     old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, config: CorrectionConfig
 ) -> tuple[Tensor, Metrics]:
-    """Importance weights of the training policy over the sampling policy.
+    """Importance weights of the training policy over the sampling policy; ``config.mode`` is token or sequence.
 
     old_log_probs      [B, R] float  under the actor before the update
     rollout_log_probs  [B, R] float  under the sampler

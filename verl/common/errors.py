@@ -37,7 +37,8 @@ class UnknownName(ConfigError):
 
     def __init__(self, kind: str, name: object, known: Iterable[str]) -> None:
         names = sorted(known)
-        super().__init__(f"unknown {kind} {name!r}{did_you_mean(str(name), names)}. Known: {', '.join(names)}")
+        hint = did_you_mean(str(name), names) or "."
+        super().__init__(f"unknown {kind} {name!r}{hint} Known: {', '.join(names)}")
 
 
 class DataError(VerlError, ValueError):
@@ -95,6 +96,10 @@ class WorkerError(VerlError):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """``"; did you mean 'x'?"`` for the nearest of ``known``, or an empty string."""
-    match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {match[0]!r}?" if match else ""
+    """``"; did you mean 'x'?"`` for the nearest of ``known``, or an empty string.
+
+    Of equally near ones that of the same letters wins: two of them changed places.
+    """
+    near = difflib.get_close_matches(word, list(known), n=3, cutoff=0.6)
+    match = next((other for other in near if sorted(other) == sorted(word)), near[0] if near else None)
+    return f"; did you mean {match!r}?" if match else ""

@@ -55,7 +55,8 @@ class Section(BaseModel):
             known = {key for name in cls.model_fields for key in _spellings(cls, name)}
             if unknown := [str(key) for key in data if key not in known]:
                 hints = "; ".join(f"unknown key {key!r}{did_you_mean(key, known)}" for key in unknown)
-                message = f"{hints}. {cls.__name__} takes: {', '.join(sorted(known))}"
+                stop = "" if hints.endswith("?") else "."
+                message = f"{hints}{stop} {cls.__name__} takes: {', '.join(sorted(known))}"
                 raise PydanticCustomError("unknown_key", "{message}", {"message": message, "unknown": unknown})
         return data
 

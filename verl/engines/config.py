@@ -26,9 +26,9 @@ class OptimConfig(Section):
     warmup_steps: int = Field(0, ge=0)
     """Steps over which the rate rises linearly from lr / warmup_steps."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the rate goes from its peak after the warm-up to `min_lr_frac` of it at the last step."""
+    """How the rate falls from its peak, right after the warm-up, to `min_lr_frac` of it past the last step."""
     min_lr_frac: float = Field(0.0, ge=0, le=1)
-    """Rate at the last step, as a fraction of `lr`; for linear and cosine."""
+    """Where the rate is heading, as a fraction of `lr`; for linear and cosine. No step has it, so 0 wastes none."""
 
     def lr_at(self, step: int, total_steps: int) -> float:
         """Learning rate of ``step`` (1-based) in a run of ``total_steps``."""
@@ -36,7 +36,7 @@ class OptimConfig(Section):
             return self.lr * step / self.warmup_steps
         if self.schedule == "constant":
             return self.lr
-        progress = min(1.0, (step - self.warmup_steps) / max(1, total_steps - self.warmup_steps))
+        progress = min(1.0, (step - 1 - self.warmup_steps) / max(1, total_steps - self.warmup_steps))
         fall = progress if self.schedule == "linear" else (1 - math.cos(math.pi * progress)) / 2
         return self.lr * (1 - (1 - self.min_lr_frac) * fall)
 

@@ -73,6 +73,8 @@ class CausalLM:
     def _check_against(self, own_hidden: Tensor, own_logits: Tensor) -> None:
         """The head on the module's own states, then the whole on the same rows; looser where rounding is coarse."""
         ours = self._packed_logits(_probe_rows(self.module))
+        if not bool(own_logits.isfinite().all()):
+            raise self._unsupported("its logits are no finite numbers: its weights are damaged")
         is_exact = own_hidden.dtype == torch.float32
         for part, logits, limit in (
             ("output head", self.logits(own_hidden), 1e-3 if is_exact else 0.05),

@@ -107,6 +107,7 @@ def _assemble(
     seed_everything(config.trainer.seed)
     algorithm = ALGORITHMS.load(config.algorithm.name)(config.algorithm)
     module = _policy_module(config, given, tokenizer, device)
+    algorithm.rollout_rounds_apart = module.dtype != torch.float32
     own_attention = "sdpa" if module.config._attn_implementation == ATTENTION else module.config._attn_implementation
     frozen = copy.deepcopy(module).requires_grad_(False) if "reference" in algorithm.needs else None
     critic = _critic(config, copy.deepcopy(module), algorithm, device) if "critic" in algorithm.needs else None

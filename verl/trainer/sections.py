@@ -90,7 +90,7 @@ class ValidationConfig(Section):
 
 
 class OnPolicyRun(Section):
-    """A whole run of the on-policy family (PPO, GRPO)."""
+    """A whole run of the on-policy family (PPO, GRPO and their kin)."""
 
     model: ModelConfig
     """The policy's starting point."""
