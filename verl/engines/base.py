@@ -149,10 +149,11 @@ def _enable_gradient_checkpointing(network: Network, label: str) -> None:
     """Raises ConfigError naming the role's key for a model that can't."""
     for module in network.module.modules():
         if isinstance(module, PreTrainedModel):
-            # transformers 5.24 renamed the method; both names checkpoint every layer without re-entering autograd
-            enable = getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
+            # transformers 5.24 renamed the method and its argument
+            kind = "activation" if hasattr(module, "activation_checkpointing_enable") else "gradient"
+            enable = getattr(module, f"{kind}_checkpointing_enable")
             try:
-                enable()
+                enable(**{f"{kind}_checkpointing_kwargs": {"use_reentrant": False}})
             except ValueError as error:
                 raise ConfigError(f"{label}.gradient_checkpointing can't be true: {error}") from error
             return
