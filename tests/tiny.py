@@ -42,7 +42,8 @@ def tiny_model(family: str, seed: int = 0, std: float = 0.3) -> PreTrainedModel:
         **FAMILIES[family],
     )  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    # eager is the definition: SDPA leaves out Gemma 2's soft-cap in transformers 5.17
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator) * std
