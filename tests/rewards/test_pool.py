@@ -36,11 +36,12 @@ print([r.score for r in runner.score(items)], flush=True)
 def start(tmp_path: Path, *responses: str) -> subprocess.Popen[str]:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    (tmp_path / "queue.py").write_text("raise RuntimeError('a file in the working folder shadows the library')")
     command = [sys.executable, str(script), *responses]
-    if sys.version_info >= (3, 11):
-        command.insert(1, "-P")
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path if len(command) > 3 else None)
+    if sys.version_info < (3, 11):  # no way to keep the script's own folder out of its path
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    (tmp_path / "queue.py").write_text("raise RuntimeError('a file in the working folder shadows the library')")
+    command.insert(1, "-P")
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
 
 
 def test_a_script_without_a_guard_runs_once_and_ends_without_close(tmp_path: Path) -> None:
