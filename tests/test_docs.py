@@ -303,6 +303,8 @@ def one_step_runs(folder: Path) -> Iterator[Path]:
     for algorithm in (
         {"name": "grpo", "kl_coef": 0.1, "correction": correction},
         {"name": "ppo", "kl_coef": 0.1, "kl_in": "reward"},
+        {"name": "dapo"},
+        {"name": "remax"},
     ):
         trainer = {
             "output_dir": str(folder / algorithm["name"]),

@@ -51,6 +51,13 @@ FIELDS: dict[str, Field] = {
     "ref_log_probs": Field("response", torch.float32, "reference", "algorithms", "log-prob under the reference"),
     "values": Field("response", torch.float32, "critic", "algorithms", "expected return before each token"),
     "scores": Field("row", torch.float32, "rewards", "algorithms", "reward of the whole response"),
+    "greedy_scores": Field(
+        "row",
+        torch.float32,
+        "rewards",
+        "algorithms",
+        "score of a greedy response to the row's prompt, NaN if it failed",
+    ),
     "is_scored": Field("row", torch.bool, "rewards", "algorithms", "False where the reward failed on the row"),
     "token_rewards": Field(
         "response", torch.float32, "algorithms", "algorithms", "reward a token, after the KL penalty"

@@ -49,6 +49,8 @@ def test_resume_at_the_end_has_nothing_left():
         loader.batch(8)
     with pytest.raises(IndexError):
         loader.batch(-1)
+    assert [loader.ends_at(index) for index in (0, 7, 8, 9)] == [False, False, True, True]
+    assert not make(8, 2).ends_at(10**9)
 
 
 @pytest.mark.parametrize(("count", "size"), [(8, 3), (3, 8), (7, 7), (1, 4), (5, 2)])

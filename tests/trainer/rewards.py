@@ -28,3 +28,8 @@ def hangs_on_one(response: str, ground_truth: str) -> float:
     while ground_truth == "1":
         pass
     return digits(response)
+
+
+def unequal_on_odd_rows(response: str, ground_truth: str) -> float:
+    """1 to prompts of even rows; to the others a number that two responses hardly share."""
+    return sum(ord(c) * 31**i for i, c in enumerate(response)) % 997 / 997 if int(ground_truth) % 2 else 1.0

@@ -34,6 +34,15 @@ def test_a_plan_counts_the_steps_that_the_run_makes(
     assert trainer.last_step == trainer.total_steps == steps
 
 
+@pytest.mark.parametrize(("bound", "steps", "words"), [(3, None, "at most 4"), (1, None, "4"), (3, 7, "7")])
+def test_a_plan_of_epochs_is_a_bound_where_a_step_draws_several_batches(
+    tmp_path: Path, bound: int, steps: int | None, words: str
+) -> None:
+    algorithm = {"name": "dapo", "max_generations": bound}
+    run = OnPolicyRun.parse(sections(tmp_path, algorithm=algorithm, trainer__total_steps=steps))
+    assert f"# steps: {words} of 2 prompts" in plan(run)
+
+
 def test_a_plan_reads_as_the_config_and_makes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(assembly, "load_model", None)
     val = write_jsonl(tmp_path / "val.jsonl", prompts(3))

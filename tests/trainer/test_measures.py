@@ -29,6 +29,16 @@ def test_throughput_by_hand() -> None:
     assert found["perf/peak_memory_bytes"] > 0 and "perf/actor_mfu" not in found  # a CPU's peak isn't known
 
 
+def test_speed_of_training_is_that_of_the_rows_trained_on() -> None:
+    """Of rows of 5 and 9 tokens the first alone is trained on, twice in half a second; or none."""
+    shape, batch = ModelShape.of(tiny_model("llama")), sampled_batch([2, 4], [3, 5])
+    found = throughput(batch, TIMINGS, shape, 2, torch.device("cpu"), trained=batch.select([0]))
+    assert found["perf/tokens"] == 14 and found["perf/rollout_tokens_per_s"] == 4.0
+    assert found["perf/train_tokens_per_s"] == 20.0
+    nothing = throughput(batch, TIMINGS, shape, 2, torch.device("cpu"), trained=batch.select([]))
+    assert nothing["perf/tokens"] == 14 and nothing["perf/train_tokens_per_s"] == 0
+
+
 def test_utilisation_where_the_peak_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = ModelShape.of(tiny_model("llama"))
     seen: list[tuple[float, float]] = []

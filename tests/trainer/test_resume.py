@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.trainer.runs import (
+    REWARDS,
     checkpoints_of,
     config_file,
     environment,
@@ -32,6 +33,9 @@ PPO = {
     "actor__optim__warmup_steps": 2,
 }
 
+REMAX = {"algorithm": {"name": "remax", "kl_coef": 0.1, "kl_target": 0.05}, "trainer__group_size": 1}
+DAPO = {"algorithm": {"name": "dapo", "max_generations": 3}, "reward__function": f"{REWARDS}:unequal_on_odd_rows"}
+
 
 def run(folder: Path, num_steps: int | None = None, **changes: Any) -> RunResult:
     folder.mkdir(exist_ok=True)
@@ -47,7 +51,11 @@ def assert_same_run(straight: Path, parts: Path) -> None:
     assert rollouts_of(parts / "run") == rollouts_of(straight / "run")
 
 
-@pytest.mark.parametrize("algorithm", [{"algorithm": {"name": "grpo", "kl_coef": 0.05}}, PPO], ids=["grpo", "ppo"])
+@pytest.mark.parametrize(
+    "algorithm",
+    [{"algorithm": {"name": "grpo", "kl_coef": 0.05}}, PPO, REMAX, DAPO],
+    ids=["grpo", "ppo", "remax", "dapo"],
+)
 @pytest.mark.parametrize("stop", [1, 3, 5])
 def test_a_resumed_run_makes_the_same_curve(tmp_path: Path, algorithm: dict[str, Any], stop: int) -> None:
     changes = {**algorithm, "trainer__total_steps": 6}

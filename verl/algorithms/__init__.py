@@ -19,6 +19,8 @@ ALGORITHMS = Registry(
         "opo": "verl.algorithms.opo:OPO",
         "gspo": "verl.algorithms.gspo:GSPO",
         "cispo": "verl.algorithms.cispo:CISPO",
+        "dapo": "verl.algorithms.dapo:DAPO",
+        "remax": "verl.algorithms.remax:ReMax",
     },
 )
 

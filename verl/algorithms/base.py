@@ -78,7 +78,7 @@ class Algorithm(ABC, Generic[ConfigT]):
     @property
     @abstractmethod
     def needs(self) -> frozenset[str]:
-        """Of {"critic", "reference", "old_log_probs"}: what must be computed before ``advantages``."""
+        """Of {"critic", "reference", "old_log_probs", "greedy_scores"}: what must be there before ``advantages``."""
 
     @property
     @abstractmethod
@@ -89,6 +89,19 @@ class Algorithm(ABC, Generic[ConfigT]):
     def needs_entropy_gradient(self) -> bool:
         """Whether ``actor_loss`` must be given an entropy that carries a gradient."""
         return False
+
+    @property
+    def max_generations(self) -> int:
+        """Batches of prompts that a step draws at most, where ``keeps`` drops rows."""
+        return 1
+
+    def keeps(self, batch: Batch) -> Tensor | None:
+        """[B] bool: the rows of scored groups that are worth training on, whole groups; None: all, whatever they are.
+
+        For the others the trainer draws further prompts, up to ``max_generations`` batches a step. ``batch`` stays as
+        it is.
+        """
+        return None
 
     @abstractmethod
     def advantages(self, batch: Batch) -> dict[str, float]:

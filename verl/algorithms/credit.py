@@ -31,21 +31,33 @@ class Credit:
     token_rewards: Tensor
 
 
-def assign_credit(batch: Batch, overlong: OverlongConfig | None = None) -> Credit:
+def counted_rows(batch: Batch) -> Tensor:
+    """[B] bool, on the device of the scores: rows whose score counts.
+
+    It doesn't where the reward failed (``is_scored`` False, or a score that isn't finite) or the engine gave the
+    response up (``finish_reason`` ABORT).
+    """
+    scores = batch["scores"]
+    keep = torch.isfinite(scores)
+    if "is_scored" in batch:
+        keep &= batch["is_scored"].to(scores.device)
+    if "finish_reason" in batch:
+        keep &= batch["finish_reason"].to(scores.device) != int(FinishReason.ABORT)
+    return keep
+
+
+def assign_credit(batch: Batch, overlong: OverlongConfig | None = None, also: Tensor | None = None) -> Credit:
     """Read scores and masks of ``batch`` and take out the rows that don't count; ``overlong`` shapes the scores.
 
-    A row doesn't count when its reward failed (``is_scored`` False, or a score that isn't finite) or when the engine
-    gave its response up (``finish_reason`` ABORT). Its ``response_mask`` is written back as False, so that it leaves
-    the sums and the counts of every loss. A kept row without a sampled token has its score in group statistics and
-    nothing else.
+    also  [B] bool  False takes a row out besides those that ``counted_rows`` leaves out
+    The ``response_mask`` of such a row is written back as False, so that it leaves the sums and the counts of every
+    loss. A kept row without a sampled token has its score in group statistics and nothing else.
     """
     mask = batch.padded("response_mask").bool()
     scores = batch["scores"].to(mask.device)
-    keep = torch.isfinite(scores)
-    if "is_scored" in batch:
-        keep &= batch["is_scored"].to(mask.device)
-    if "finish_reason" in batch:
-        keep &= batch["finish_reason"].to(mask.device) != int(FinishReason.ABORT)
+    keep = counted_rows(batch).to(mask.device)
+    if also is not None:
+        keep &= also.to(mask.device)
     mask = mask & keep[:, None]
     batch.put_padded("response_mask", mask)
     shaped = scores.float() if overlong is None else scores.float() + overlong_loss(mask.sum(1), overlong)

@@ -27,9 +27,9 @@ class Outcome:
     groups: GroupStats
 
 
-def read_outcome(batch: Batch, overlong: OverlongConfig) -> Outcome:
+def read_outcome(batch: Batch, overlong: OverlongConfig, also: Tensor | None = None) -> Outcome:
     """Scores, masks and groups of ``batch``; rows that don't count are taken out of it, as in ``assign_credit``."""
-    credit = assign_credit(batch, overlong)
+    credit = assign_credit(batch, overlong, also)
     return Outcome(credit, groups_of(batch, credit, credit.scores))
 
 

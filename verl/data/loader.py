@@ -1,7 +1,8 @@
 """The order in which prompts are visited, as a pure function of (seed, epoch).
 
 In: a data set and the sizes of a step. Out: the rows of batch k, for any k at any time. There is no iterator whose
-state could be saved wrongly: a resumed run asks for the batch of its next step. Knows nothing of steps or tokens.
+state could be saved wrongly: a resumed run asks for the batch after those it has drawn. Knows nothing of steps or
+tokens.
 """
 
 from __future__ import annotations
@@ -55,12 +56,16 @@ class PromptLoader:
         """Batches in all epochs, the last partial one counted; None when there is no end."""
         return None if self._num_rows is None else math.ceil(self._num_rows / self._prompts_per_step)
 
+    def ends_at(self, index: int) -> bool:
+        """Whether there is no batch ``index``, from 0."""
+        return self.num_batches is not None and index >= self.num_batches
+
     def batch(self, index: int) -> list[PromptRow]:
         """The rows of batch ``index``, from 0; the same for the same index, whatever was asked before.
 
-        A run that has made s steps goes on with ``batch(s)``. Raises IndexError past ``num_batches``.
+        A run that has drawn k batches goes on with ``batch(k)``. Raises IndexError past ``num_batches``.
         """
-        if index < 0 or (self.num_batches is not None and index >= self.num_batches):
+        if index < 0 or self.ends_at(index):
             raise IndexError(f"batch {index} of {self.num_batches}: the epochs end before it")
         start = index * self._prompts_per_step
         stop = start + self._prompts_per_step

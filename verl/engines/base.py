@@ -43,7 +43,7 @@ class Engine:
             values = self.network(pack(part, self.device))[output].float().cpu()
             for row, piece in zip(index, values.split(part.lengths("response_ids").tolist()), strict=True):
                 pieces[row] = piece
-        return torch.cat(pieces)
+        return torch.cat(pieces) if pieces else torch.empty(0)
 
     def _cut(self, batch: Batch) -> list[list[int]]:
         return cut_by_tokens(row_lengths(batch).tolist(), self.config.max_tokens_per_micro_batch)

@@ -54,6 +54,7 @@ class Parts:
     rewards: RewardRunner
     algorithm: Algorithm[Any]
     rollout: Rollout
+    greedy: Rollout | None
     actor: Actor
     critic: Critic | None
     weights: SharedWeights
@@ -115,6 +116,7 @@ def _assemble(
     actor = _actor(config, lm, algorithm, device)
     engine = _rollout_engine(config, lm, tokenizer)
     rollout = Rollout(engine, tokenizer, config.rollout.sampling(), config.trainer.group_size)
+    greedy = Rollout(engine, tokenizer, config.rollout.sampling(temperature=0.0), group_size=1)
     parts = Parts(
         device=device,
         module=module,
@@ -131,6 +133,7 @@ def _assemble(
         rewards=rewards,
         algorithm=algorithm,
         rollout=rollout,
+        greedy=greedy if "greedy_scores" in algorithm.needs else None,
         actor=actor,
         critic=critic,
         weights=SharedWeights(actor.engine, engine, lm.module),

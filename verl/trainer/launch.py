@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from verl.algorithms import ALGORITHMS
 from verl.models.loading import load_model_config, load_tokenizer
 from verl.observe.curve import reward_curve_png
 from verl.observe.report import print_report
@@ -31,9 +32,11 @@ def plan(config: OnPolicyRun) -> str:
     check_lengths(load_model_config(config.model, tokenizer), config, train, val)
     trainer = config.trainer
     steps = trainer.total_steps or -(-len(train) * (trainer.epochs or 1) // trainer.prompts_per_step)
+    algorithm = ALGORITHMS.load(config.algorithm.name)(config.algorithm)
+    most = "at most " if trainer.total_steps is None and algorithm.max_generations > 1 else ""
     lines = [
         f"train: {train.report.summary()}",
-        f"steps: {steps} of {trainer.prompts_per_step} prompts × {trainer.group_size} responses",
+        f"steps: {most}{steps} of {trainer.prompts_per_step} prompts × {trainer.group_size} responses",
         f"output: {trainer.output_dir}",
     ]
     if val is not None:

@@ -25,18 +25,25 @@ def describe_responses(batch: Batch) -> dict[str, float]:
 
 
 def throughput(
-    batch: Batch, timings: dict[str, float], shape: ModelShape, passes: int, device: torch.device
+    batch: Batch,
+    timings: dict[str, float],
+    shape: ModelShape,
+    passes: int,
+    device: torch.device,
+    trained: Batch | None = None,
 ) -> dict[str, float]:
     """Tokens a second of the step and of its phases, model FLOP utilisation where the device's peak is known.
 
+    batch    all that was sampled
     timings  `timing/<phase>_s`, with generate, update_actor and step among them
     passes   times the actor trained on each token
+    trained  the rows that it trained on; None: all
     """
     new = int(batch.lengths("response_ids").sum())
-    rows = (batch.lengths("prompt_ids") + batch.lengths("response_ids")).tolist()
+    rows = _tokens(batch if trained is None else trained)
     measured = {
-        "perf/tokens": float(sum(rows)),
-        "perf/tokens_per_s": sum(rows) / timings["timing/step_s"],
+        "perf/tokens": float(sum(_tokens(batch))),
+        "perf/tokens_per_s": sum(_tokens(batch)) / timings["timing/step_s"],
         "perf/rollout_tokens_per_s": new / timings["timing/generate_s"],
         "perf/train_tokens_per_s": passes * sum(rows) / timings["timing/update_actor_s"],
         "perf/peak_memory_bytes": float(peak_memory_bytes(device)),
@@ -44,3 +51,9 @@ def throughput(
     flops = passes * training_flops(shape, rows)
     utilisation = mfu(flops, timings["timing/update_actor_s"], device)
     return measured if utilisation is None else measured | {"perf/actor_mfu": utilisation}
+
+
+def _tokens(batch: Batch) -> list[int]:
+    """Prompt and response tokens of each row."""
+    rows: list[int] = (batch.lengths("prompt_ids") + batch.lengths("response_ids")).tolist()
+    return rows

@@ -1,4 +1,4 @@
-"""The on-policy loop: sample, score, infer, credit, learn, publish. PPO and GRPO differ only in what they declare.
+"""The on-policy loop: sample and score, infer, credit, learn, publish. PPO and GRPO differ only in what they declare.
 
 ``PPOTrainer.step`` is the algorithm; everything else here starts it, resumes it or ends it. Logging, validation,
 saving and profiling are callbacks outside the loop.
@@ -12,9 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.batch import Batch
 from verl.common.errors import ConfigError, RunIncomplete, StaleWeights
-from verl.data.prompts import PromptRow
 from verl.observe.memory import reset_peak_memory
 from verl.observe.metrics import PhaseTimer
 from verl.observe.profiler import ProfileConfig, StepProfiler
@@ -25,7 +23,7 @@ from verl.trainer.interrupts import Interrupted, Interrupts
 from verl.trainer.measures import describe_responses, throughput
 from verl.trainer.resume import prepare_folder, restore
 from verl.trainer.run_claim import RunClaim
-from verl.trainer.scoring import score
+from verl.trainer.sampling import Drawn, Sampled, sample
 from verl.trainer.sections import OnPolicyRun
 
 log = logging.getLogger(__name__)
@@ -87,7 +85,7 @@ class PPOTrainer:
         self.claim.take()
         self.config = config
         self.parts: Parts = assemble(config, given)
-        self.steps_done = 0
+        self.steps_done, self.drawn = 0, Drawn()
         self.is_whole = True
         self.metrics: dict[str, float] = {}
         self.interrupts = Interrupts()
@@ -99,9 +97,15 @@ class PPOTrainer:
 
     @property
     def last_step(self) -> int:
-        """Where ``run`` stops: after the steps that it was asked for, else after those of the config."""
+        """Where ``run`` stops: after the steps that it was asked for, else after those of the config.
+
+        Epochs make at most as many steps as batches of prompts; fewer where steps drew several.
+        """
+        if steps := self._asked or self.config.trainer.total_steps:
+            return steps
         one_epoch = math.ceil(len(self.parts.train) / self.config.trainer.prompts_per_step)
-        return self._asked or self.config.trainer.total_steps or self.parts.loader.num_batches or one_epoch
+        batches = self.parts.loader.num_batches or one_epoch
+        return batches if self.drawn.batches < batches else min(batches, self.steps_done)
 
     @property
     def total_steps(self) -> int:
@@ -116,12 +120,10 @@ class PPOTrainer:
         with self.interrupts.protected():  # a signal waits for the end of the step,
             with self.profiler.step(number), timer.phase("step"):
                 with self.interrupts.allowed():  # but not for what can be thrown away
-                    prompts = self._prompts()
+                    self._check_data()
                     parts.weights.check()
-                    with timer.phase("generate"):
-                        batch = parts.rollout.generate(prompts, self.config.trainer.seed, "train", number)
-                    with timer.phase("reward"):
-                        metrics = score(batch, parts.rewards)
+                    sampled = sample(parts, self.config.trainer, self.drawn, step=number, timer=timer)
+                    batch, metrics = sampled.batch, sampled.metrics
                     for role in parts.passes:
                         with timer.phase(role.writes):
                             role.infer(batch)
@@ -133,8 +135,8 @@ class PPOTrainer:
                         metrics |= trained.update(batch, step=number, total_steps=self.total_steps).result()
                 with timer.phase("sync"):
                     parts.weights.sync()
-                self.steps_done, self.is_whole = number, True
-            self.metrics = self._measured(batch, metrics, timer.result())
+                self.steps_done, self.drawn, self.is_whole = number, sampled.drawn, True
+            self.metrics = self._measured(sampled, metrics, timer.result())
             for callback in self.callbacks:
                 callback.on_step(self, batch, self.metrics)
         return self.metrics
@@ -201,20 +203,19 @@ class PPOTrainer:
         finally:
             self.claim.release()
 
-    def _prompts(self) -> list[PromptRow]:
-        loader = self.parts.loader
-        if loader.num_batches is not None and self.steps_done >= loader.num_batches:
+    def _check_data(self) -> None:
+        if self.parts.loader.ends_at(self.drawn.batches):
             raise RunIncomplete(
-                f"the data end after step {loader.num_batches} of {max(self.last_step, self.steps_done + 1)}: raise "
+                f"the data end after step {self.steps_done} of {max(self.last_step, self.steps_done + 1)}: raise "
                 "trainer.epochs, or leave it out so that prompts repeat until trainer.total_steps"
             )
-        return loader.batch(self.steps_done)
 
-    def _measured(self, batch: Batch, metrics: dict[str, float], timings: dict[str, float]) -> dict[str, float]:
-        actor = self.parts.actor
-        speed = throughput(batch, timings, self.parts.shape, actor.config.epochs_per_step, self.parts.device)
-        version = {"rollout/policy_version": float(batch["policy_version"].max())}
-        return {**metrics, **describe_responses(batch), **version, **timings, **speed}
+    def _measured(self, sampled: Sampled, metrics: dict[str, float], timings: dict[str, float]) -> dict[str, float]:
+        parts, everything = self.parts, sampled.everything
+        passes = parts.actor.config.epochs_per_step
+        speed = throughput(everything, timings, parts.shape, passes, parts.device, trained=sampled.batch)
+        version = {"rollout/policy_version": float(everything["policy_version"].max())}
+        return {**metrics, **describe_responses(everything), **version, **timings, **speed}
 
 
 def _at_one_place(config: OnPolicyRun) -> OnPolicyRun:

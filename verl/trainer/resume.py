@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -23,6 +24,7 @@ from verl.trainer.assembly import Parts
 from verl.trainer.checkpoint import JSON, CheckpointStore, changed_keys
 from verl.trainer.checkpoint_parts import load_optimizer, save_model, save_optimizer
 from verl.trainer.run_in_progress import RunInProgress
+from verl.trainer.sampling import Drawn
 from verl.trainer.sections import TrainerConfig
 
 log = logging.getLogger(__name__)
@@ -75,6 +77,7 @@ def save(trainer: RunInProgress) -> Path:
         writers["critic/optimizer"] = lambda folder: _save_optimizer(folder, critic)
     state: dict[str, JSON] = {
         "policy_version": parts.weights.version,
+        "drawn": asdict(trainer.drawn),
         "algorithm": parts.algorithm.state_dict(),
         "config": config.model_dump(mode="json"),
         "train_fingerprint": parts.train.fingerprint,
@@ -129,7 +132,7 @@ def restore(trainer: RunInProgress) -> None:
         _load_optimizer(checkpoint.part("critic/optimizer"), critic)
     parts.algorithm.load_state_dict(checkpoint.state["algorithm"])
     parts.weights.set_version(int(checkpoint.state["policy_version"]))
-    trainer.steps_done = checkpoint.step
+    trainer.steps_done, trainer.drawn = checkpoint.step, Drawn(**checkpoint.state["drawn"])
     log.info("going on from %s after step %d", checkpoint.path, checkpoint.step)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from verl.trainer.assembly import Parts
+from verl.trainer.sampling import Drawn
 from verl.trainer.sections import OnPolicyRun
 
 
@@ -15,6 +16,8 @@ class RunInProgress(Protocol):
     parts: Parts
     steps_done: int
     """Whole steps made, those of a resumed run counted."""
+    drawn: Drawn
+    """How far the data are after those steps."""
     is_whole: bool
     """False when a step broke off within its update: the weights belong to no step."""
     metrics: dict[str, float]

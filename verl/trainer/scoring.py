@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from verl.batch import Batch
@@ -17,7 +19,11 @@ def score(batch: Batch, rewards: RewardRunner) -> dict[str, float]:
     a mean of each part.
     Raises RewardError when every row failed, with the first failure's text.
     """
-    results = write_scores(batch, rewards)
+    return score_metrics(batch, write_scores(batch, rewards))
+
+
+def score_metrics(batch: Batch, results: Sequence[RewardResult]) -> dict[str, float]:
+    """The metrics of ``score``, of scores that are written. Raises RewardError when every row failed."""
     if results and not bool(batch["is_scored"].any()):
         raise RewardError(f"the reward failed on all {len(results)} responses; the first: {results[0].detail}")
     return _metrics(batch, results)
@@ -45,7 +51,7 @@ def write_scores(batch: Batch, rewards: RewardRunner) -> list[RewardResult]:
     return results
 
 
-def _metrics(batch: Batch, results: list[RewardResult]) -> dict[str, float]:
+def _metrics(batch: Batch, results: Sequence[RewardResult]) -> dict[str, float]:
     good = batch["scores"][batch["is_scored"]].double()
     metrics = {
         "reward/score/mean": float(good.mean()),

@@ -37,7 +37,10 @@ class TrainedRole:
         raise NotImplementedError
 
     def update(self, batch: Batch, *, step: int, total_steps: int) -> MetricSums:
-        """Learn from ``batch``: every epoch visits every row once. ``step`` is 1-based."""
+        """Learn from ``batch``: every epoch visits every row once; a batch without rows changes and measures nothing.
+
+        ``step`` is 1-based.
+        """
         lr = self.config.optim.lr_at(step, total_steps)
         metrics = MetricSums()
         for part in self._mini_batches(batch, step):
@@ -55,6 +58,8 @@ class TrainedRole:
         return self.config.epochs_per_step * self.config.mini_batches_per_epoch
 
     def _mini_batches(self, batch: Batch, step: int) -> Iterator[Batch]:
+        if not len(batch):
+            return
         parts = min(self.config.mini_batches_per_epoch, len(batch))
         for epoch in range(self.config.epochs_per_step):
             if parts == 1:
