@@ -28,6 +28,11 @@ class FinishReason(IntEnum):
     LENGTH = 1
     ABORT = 2
 
+    @property
+    def word(self) -> str:
+        """As files say it: stop, length or abort."""
+        return self.name.lower()
+
 
 @dataclass(frozen=True)
 class Field:

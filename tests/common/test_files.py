@@ -2,6 +2,7 @@ import os
 from pathlib import Path
 from threading import Thread
 
+import psutil
 import pytest
 
 from verl.common import files
@@ -107,7 +108,9 @@ def test_content_hash(tmp_path: Path) -> None:
 
 
 def test_free_bytes_of_a_folder_to_be(tmp_path: Path) -> None:
-    assert 0 < files.free_bytes(tmp_path / "not/there/yet") < 2**60
+    free = files.free_bytes(tmp_path / "not/there/yet")
+    assert 0 < free < 2**60
+    assert free == pytest.approx(psutil.disk_usage(str(tmp_path)).free, rel=0.05) and not (tmp_path / "not").exists()
 
 
 @pytest.mark.parametrize(

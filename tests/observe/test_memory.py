@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import psutil
 import pytest
 import torch
 
-from verl.observe.memory import free_disk_bytes, peak_memory_bytes, process_peak_bytes, reset_peak_memory
+from verl.observe.memory import peak_memory_bytes, process_peak_bytes, reset_peak_memory
 
 
 def test_the_process_peak_is_in_bytes_and_never_falls() -> None:
@@ -19,11 +17,6 @@ def test_the_process_peak_is_in_bytes_and_never_falls() -> None:
     assert process_peak_bytes() >= after >= before
     reset_peak_memory(torch.device("cpu"))
     assert peak_memory_bytes(torch.device("cpu")) >= after
-
-
-def test_free_disk_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
-    free = free_disk_bytes(tmp_path / "not" / "yet")
-    assert free == pytest.approx(psutil.disk_usage(str(tmp_path)).free, rel=0.05) and not (tmp_path / "not").exists()
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ import torch
 from tests.tiny import tiny_folder, tiny_model, word_tokenizer
 from tests.trainer.runs import sections
 from verl.common.errors import ConfigError, VerlError
-from verl.trainer import assembly
+from verl.trainer import inputs
 from verl.trainer.assembly import Parts, assemble
 from verl.trainer.inputs import Given, pick_device, reward_keys, sections_of
 from verl.trainer.ppo_trainer import PPOTrainer
@@ -133,8 +133,8 @@ def test_validation_prompts_must_fit_too(tmp_path: Path) -> None:
 
 def test_workers_end_when_the_model_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    plain = assembly.reward_runner
-    monkeypatch.setattr(assembly, "reward_runner", lambda *a: made.append(plain(*a)) or made[0])  # type: ignore
+    plain = inputs.reward_runner
+    monkeypatch.setattr(inputs, "reward_runner", lambda *a: made.append(plain(*a)) or made[0])  # type: ignore
     folder = tiny_folder(tmp_path / "model")
     (folder / "model.safetensors").unlink()
     with pytest.raises(VerlError, match=r"model\.path"):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
-from pathlib import Path
 
 import torch
 
@@ -30,11 +28,3 @@ def process_peak_bytes() -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts kibibytes
-
-
-def free_disk_bytes(folder: Path) -> int:
-    """Bytes that this user can still write where ``folder`` is, or will be once it is made."""
-    place = folder.absolute()
-    while not place.exists():
-        place = place.parent
-    return shutil.disk_usage(place).free

@@ -116,7 +116,6 @@ class VerlProfiler:
         self._options = {"memory": record_memory, "communication": record_communication, "stacks": False}
         self._recording: _Recording | None = None
         self._is_running = False
-        self._exported: Path | None = None
 
     def start(self) -> None:
         """Begin to record; what an earlier ``start`` and ``stop`` recorded is dropped.
@@ -127,7 +126,7 @@ class VerlProfiler:
             raise VerlError("VerlProfiler.start() was called twice: call stop() first")
         recording = _Recording(**self._options)
         recording.start()
-        self._recording, self._is_running, self._exported = recording, True, None
+        self._recording, self._is_running = recording, True
         atexit.register(self._rescue)
 
     def stop(self) -> None:

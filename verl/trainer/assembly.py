@@ -27,14 +27,12 @@ from verl.models.loading import (
     compute_dtype,
     eos_token_ids,
     load_model,
-    load_model_config,
-    load_tokenizer,
 )
 from verl.models.networks import PolicyNetwork, ValueNetwork
 from verl.observe.flops import ModelShape
 from verl.rewards.runner import RewardRunner
 from verl.rollout import ROLLOUT_ENGINES
-from verl.trainer.inputs import Given, check_lengths, load_data, pick_device, reward_runner
+from verl.trainer.inputs import Given, Inputs, load_inputs, pick_device
 from verl.trainer.sections import OnPolicyRun
 from verl.workers.reference import Reference
 from verl.workers.rollout import Rollout
@@ -78,33 +76,21 @@ class Parts:
 
 
 def assemble(config: OnPolicyRun, given: Given) -> Parts:
-    """Load data before the model: the cheap errors first."""
+    """Inputs, then the model: the cheap errors first."""
     disable_progress_bar()  # transformers' own bars would tear the run's
     device = pick_device(config.trainer.device)
-    config.track.check_installed()
-    rewards = reward_runner(config, given)
-    tokenizer = given.tokenizer or load_tokenizer(config.model)
-    train, val = load_data(config, given, tokenizer)
-    hf_config = given.model.config if given.model is not None else load_model_config(config.model, tokenizer)
-    check_lengths(hf_config, config, train, val)
+    inputs = load_inputs(config, given)
     try:
-        rewards.start()
-        return _assemble(config, given, device, tokenizer, train, val, rewards)
+        inputs.rewards.start()
+        return _assemble(config, given, inputs, device)
     except BaseException:
-        rewards.close()
+        inputs.rewards.close()
         raise
 
 
-def _assemble(
-    config: OnPolicyRun,
-    given: Given,
-    device: torch.device,
-    tokenizer: PreTrainedTokenizerBase,
-    train: PromptDataset,
-    val: PromptDataset | None,
-    rewards: RewardRunner,
-) -> Parts:
+def _assemble(config: OnPolicyRun, given: Given, inputs: Inputs, device: torch.device) -> Parts:
     """What needs the model."""
+    tokenizer = inputs.tokenizer
     seed_everything(config.trainer.seed)
     algorithm = ALGORITHMS.load(config.algorithm.name)(config.algorithm)
     module = _policy_module(config, given, tokenizer, device)
@@ -121,16 +107,16 @@ def _assemble(
         device=device,
         module=module,
         tokenizer=tokenizer,
-        train=train,
-        val=val,
+        train=inputs.train,
+        val=inputs.val,
         loader=PromptLoader(
-            train,
+            inputs.train,
             config.trainer.prompts_per_step,
             seed=config.trainer.seed,
             shuffle=config.data.shuffle,
             epochs=config.trainer.epochs if config.trainer.total_steps is None else None,
         ),
-        rewards=rewards,
+        rewards=inputs.rewards,
         algorithm=algorithm,
         rollout=rollout,
         greedy=greedy if "greedy_scores" in algorithm.needs else None,

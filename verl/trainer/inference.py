@@ -34,7 +34,7 @@ from verl.rewards.runner import RewardRunner
 from verl.rollout import ROLLOUT_ENGINES
 from verl.rollout.base import Request, RolloutEngine, SamplingParams
 from verl.trainer.inputs import pick_device
-from verl.trainer.validation import FINISH_NAMES, Evaluation, evaluate
+from verl.trainer.validation import Evaluation, evaluate
 from verl.workers.rollout import Rollout
 
 log = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ def generate_file(
             "prompt_ids": list(row.prompt_ids),
             "response_ids": response.response_ids,
             "log_probs": response.log_probs,
-            "finish_reason": FINISH_NAMES[response.finish_reason],
+            "finish_reason": response.finish_reason.word,
             "text": text,
         }
         lines.append(json.dumps(record, ensure_ascii=False) + "\n")

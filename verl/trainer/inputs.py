@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from verl.common.errors import ConfigError, VerlError
 from verl.data.prompts import PromptDataset, load_prompts, shared_prompts
-from verl.models.loading import position_limits
+from verl.models.loading import load_model_config, load_tokenizer, position_limits
 from verl.rewards.runner import RewardRunner
 from verl.trainer.sections import GIVEN, OnPolicyRun
 
@@ -67,8 +67,31 @@ def sections_of(
     if not isinstance(reward_section.get("function", ""), str):
         given.reward = reward_section.pop("function")
     keys = {"model": model_keys, "data": data_keys, "reward": reward_section, "algorithm": algorithm, **sections}
-    keys.setdefault("rollout", {"name": "native"})
     return OnPolicyRun.parse(keys), given
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run needs beside its model, loaded and checked against the model's configuration."""
+
+    rewards: RewardRunner
+    tokenizer: PreTrainedTokenizerBase
+    train: PromptDataset
+    val: PromptDataset | None
+
+
+def load_inputs(config: OnPolicyRun, given: Given) -> Inputs:
+    """Everything that can be wrong before a model is loaded, the cheap first. The reward's workers don't run yet.
+
+    Raises ConfigError, DataError, MissingExtra.
+    """
+    config.track.check_installed()
+    rewards = reward_runner(config, given)
+    tokenizer = given.tokenizer or load_tokenizer(config.model)
+    train, val = load_data(config, given, tokenizer)
+    hf_config = given.model.config if given.model is not None else load_model_config(config.model, tokenizer)
+    check_lengths(hf_config, config, train, val)
+    return Inputs(rewards, tokenizer, train, val)
 
 
 def reward_runner(config: OnPolicyRun, given: Given) -> RewardRunner:

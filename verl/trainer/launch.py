@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 from verl.algorithms import ALGORITHMS
-from verl.models.loading import load_model_config, load_tokenizer
 from verl.observe.curve import reward_curve_png
 from verl.observe.report import print_report
-from verl.trainer.inputs import Given, check_lengths, load_data, reward_runner
+from verl.trainer.inputs import Given, load_inputs
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.resume import prepare_folder
 from verl.trainer.sections import OnPolicyRun
@@ -25,12 +26,9 @@ log = logging.getLogger(__name__)
 
 def plan(config: OnPolicyRun) -> str:
     """The effective config as YAML and, below it, what it comes to. Loads tokenizer and data, no model."""
-    config.track.check_installed()
-    reward_runner(config, Given()).close()
-    tokenizer = load_tokenizer(config.model)
-    train, val = load_data(config, Given(), tokenizer)
-    check_lengths(load_model_config(config.model, tokenizer), config, train, val)
-    trainer = config.trainer
+    inputs = load_inputs(config, Given())
+    inputs.rewards.close()
+    train, val, trainer = inputs.train, inputs.val, config.trainer
     steps = trainer.total_steps or -(-len(train) * (trainer.epochs or 1) // trainer.prompts_per_step)
     algorithm = ALGORITHMS.load(config.algorithm.name)(config.algorithm)
     most = "at most " if trainer.total_steps is None and algorithm.max_generations > 1 else ""
@@ -81,18 +79,16 @@ def report(folder: Path) -> None:
     log.info("reward curve drawn in %s", picture)
 
 
-class _log_file:  # used as a context manager
+@contextmanager
+def _log_file(folder: Path) -> Iterator[None]:
     """Copies this library's log lines to ``logs/run.log`` of the run."""
-
-    def __init__(self, folder: Path) -> None:
-        path = folder / "logs" / "run.log"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.handler = logging.FileHandler(path, encoding="utf-8")
-        self.handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-
-    def __enter__(self) -> None:
-        logging.getLogger("verl").addHandler(self.handler)
-
-    def __exit__(self, *_: object) -> None:
-        logging.getLogger("verl").removeHandler(self.handler)
-        self.handler.close()
+    path = folder / "logs" / "run.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.getLogger("verl").addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger("verl").removeHandler(handler)
+        handler.close()

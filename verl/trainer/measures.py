@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from verl.batch import Batch, FinishReason
+from verl.engines.packing import row_lengths
 from verl.observe.flops import ModelShape, mfu, training_flops
 from verl.observe.memory import peak_memory_bytes
 
@@ -40,10 +41,11 @@ def throughput(
     trained  the rows that it trained on; None: all
     """
     new = int(batch.lengths("response_ids").sum())
-    rows = _tokens(batch if trained is None else trained)
+    tokens = int(row_lengths(batch).sum())
+    rows = row_lengths(batch if trained is None else trained).tolist()
     measured = {
-        "perf/tokens": float(sum(_tokens(batch))),
-        "perf/tokens_per_s": sum(_tokens(batch)) / timings["timing/step_s"],
+        "perf/tokens": float(tokens),
+        "perf/tokens_per_s": tokens / timings["timing/step_s"],
         "perf/rollout_tokens_per_s": new / timings["timing/generate_s"],
         "perf/train_tokens_per_s": passes * sum(rows) / timings["timing/update_actor_s"],
         "perf/peak_memory_bytes": float(peak_memory_bytes(device)),
@@ -51,9 +53,3 @@ def throughput(
     flops = passes * training_flops(shape, rows)
     utilisation = mfu(flops, timings["timing/update_actor_s"], device)
     return measured if utilisation is None else measured | {"perf/actor_mfu": utilisation}
-
-
-def _tokens(batch: Batch) -> list[int]:
-    """Prompt and response tokens of each row."""
-    rows: list[int] = (batch.lengths("prompt_ids") + batch.lengths("response_ids")).tolist()
-    return rows

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from verl.batch import Batch
+from verl.batch import Batch, FinishReason
 from verl.common.errors import RewardError
 from verl.data.loader import batches
 from verl.data.prompts import PromptRow
@@ -78,15 +78,12 @@ def rollout_rows(batch: Batch, **constants: Any) -> list[dict[str, Any]]:
                 "response_ids": ids[i].tolist(),
                 "ground_truth": row["ground_truth"],
                 "score": float(batch["scores"][i]) if bool(batch["is_scored"][i]) else None,
-                "finish_reason": FINISH_NAMES[int(batch["finish_reason"][i])],
+                "finish_reason": FinishReason(int(batch["finish_reason"][i])).word,
                 "policy_version": int(batch["policy_version"][i]),
                 "log_probs": [round(x, 6) for x in log_probs[i].tolist()],
             }
         )
     return rows
-
-
-FINISH_NAMES = ("stop", "length", "abort")
 
 
 def _metrics(batch: Batch, group_size: int, passing: float) -> dict[str, float]:
@@ -95,7 +92,7 @@ def _metrics(batch: Batch, group_size: int, passing: float) -> dict[str, float]:
         "rows": float(len(batch) // group_size),
         "failed_rewards": float((~is_scored).sum()),
         "response_len/mean": float(batch.lengths("response_ids").float().mean()),
-        "truncated_frac": float((batch["finish_reason"] == 1).float().mean()),
+        "truncated_frac": float((batch["finish_reason"] == FinishReason.LENGTH).float().mean()),
     }
     metrics["score/mean"] = float(scores[is_scored].double().mean())
     solved = (torch.where(is_scored, scores, torch.zeros(())) >= passing).reshape(-1, group_size).sum(1).tolist()
