@@ -132,7 +132,9 @@ def test_import_loads_nothing_heavy(module: str) -> None:
     assert not loaded_after(f"import {module}") & HEAVY
 
 
-@pytest.mark.parametrize("words", ["--help", "--version", "train --help", "bench step --help", "report --help"])
+@pytest.mark.parametrize(
+    "words", ["--help", "--version", "train --help", "bench step --help", "bench rollout --help", "report --help"]
+)
 def test_help_loads_nothing_heavy(words: str) -> None:
     code = f"""
 sys.argv = ["verl", *{words.split()}]

@@ -23,8 +23,10 @@ from tests.config_keys import reference
 from tests.tiny import tiny_folder
 from verl.algorithms import ALGORITHMS
 from verl.batch import FIELDS
+from verl.bench.rollout_config import RolloutBench
 from verl.cli import app
 from verl.common.errors import ConfigError
+from verl.common.section import key_paths
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.sections import OnPolicyRun
 
@@ -136,7 +138,7 @@ def check_verl(words: list[str]) -> None:
             break
         _, command, rest = command.resolve_command(context, [*context._protected_args, *context.args])
         assert command is not None
-    known = reference().all_keys()
+    known = [*reference().all_keys(), *key_paths(RolloutBench)]
     for word in context.params.get("overrides") or []:
         key = word.partition("=")[0]
         assert "=" in word and (key in known or key.startswith(FREE_MAPPINGS)), f"unknown key in {word!r}"

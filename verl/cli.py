@@ -165,10 +165,36 @@ def bench_step(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """A synthetic GRPO step on random weights: tokens/s, MFU, seconds by phase, peak memory."""
-    from verl.bench import measure_step, step_lines
+    from verl.bench.step import measure_step, step_lines
 
     found = measure_step(overrides or [], steps)
     typer.echo(json.dumps(found) if as_json else "\n".join(step_lines(found)))
+
+
+@bench_app.command(name="rollout")
+def bench_rollout(
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.path=value …, over the bench's defaults.")] = None,
+    workload: Annotated[
+        list[str] | None,
+        typer.Option("--workload", help="fixed, spread, group, update or sleep; may be repeated. Default: all."),
+    ] = None,
+    repeats: Annotated[int, typer.Option("--repeats", help="Warm calls measured, after a first one.")] = 3,
+    beside: Annotated[
+        str | None, typer.Option("--beside", help="generate: transformers' own, on the same weights and work.")
+    ] = None,
+    log_probs: Annotated[
+        bool, typer.Option("--log-probs", help="Compare log-probs with those of the training forward pass.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """The rollout engine on random weights and prompts: tokens/s, seconds by phase, memory, new weights, sleep."""
+    from verl.bench.rollout import measure_rollout
+    from verl.bench.setting import figure_lines
+
+    found = measure_rollout(
+        overrides or [], workloads=workload or [], repeats=repeats, beside=beside, log_probs=log_probs
+    )
+    typer.echo(json.dumps(found) if as_json else "\n".join(figure_lines(found)))
 
 
 @app.callback(invoke_without_command=True)

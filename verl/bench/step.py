@@ -11,39 +11,22 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-import transformers
 from omegaconf import OmegaConf
 
-import verl
+from verl.bench.setting import LETTERS, SMALL_MODEL, figure_lines, machine_setting
 from verl.common.errors import ConfigError
 from verl.config import parse_overrides
 from verl.trainer.ppo_trainer import PPOTrainer
 
-_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
-
 DEFAULTS = {
-    "model": {
-        "scratch": {
-            "model_type": "qwen2",
-            "vocab_size": 4096,
-            "hidden_size": 128,
-            "intermediate_size": 512,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 4096,
-            "tie_word_embeddings": True,
-        },
-        "tokenizer": f"chars:{_LETTERS}",
-    },
+    "model": SMALL_MODEL,
     "data": {"max_prompt_tokens": 32},
     "reward": {"workers": 0},
     "rollout": {"name": "native", "max_response_tokens": 64, "ignore_eos": True},
     "trainer": {"prompts_per_step": 8, "group_size": 8},
     "actor": {"optim": {"lr": 1e-6}},
 }
-"""A small shape that a laptop runs in seconds; overrides make it any other."""
+"""Work that a laptop does in seconds; overrides make it any other."""
 
 
 def measure_step(overrides: Sequence[str], steps: int) -> dict[str, Any]:
@@ -74,26 +57,12 @@ def measure_step(overrides: Sequence[str], steps: int) -> dict[str, Any]:
 
 def step_lines(found: dict[str, Any]) -> list[str]:
     """One aligned line a figure."""
-    flat = {**found["setting"], **{k: v for k, v in found.items() if k != "setting"}}
-    return [f"{name:<34} {_figure(value)}" for name, value in flat.items()]
-
-
-def _figure(value: Any) -> str:
-    if not isinstance(value, float):
-        return str(value)
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return figure_lines({**found["setting"], **{k: v for k, v in found.items() if k != "setting"}})
 
 
 def _setting(trainer: PPOTrainer, steps: int) -> dict[str, Any]:
-    device = trainer.parts.device
-    is_gpu = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if is_gpu else f"cpu, {torch.get_num_threads()} threads"
     return {
-        "device": name,
-        "verl": verl.__version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "parameters": sum(p.numel() for p in trainer.parts.actor.engine.network.module.parameters()),
+        **machine_setting(trainer.parts.device, trainer.parts.actor.engine.network.module),
         "prompts_per_step": trainer.config.trainer.prompts_per_step,
         "group_size": trainer.config.trainer.group_size,
         "prompt_tokens": trainer.config.data.max_prompt_tokens,
@@ -105,7 +74,7 @@ def _setting(trainer: PPOTrainer, steps: int) -> dict[str, Any]:
 def _prompts(sections: dict[str, Any]) -> list[dict[str, str]]:
     generator = random.Random(0)
     length, rows = int(sections["data"]["max_prompt_tokens"]), int(sections["trainer"]["prompts_per_step"]) * 4
-    return [{"prompt": "".join(generator.choices(_LETTERS, k=length)), "ground_truth": ""} for _ in range(rows)]
+    return [{"prompt": "".join(generator.choices(LETTERS, k=length)), "ground_truth": ""} for _ in range(rows)]
 
 
 def _reward(response: str) -> float:

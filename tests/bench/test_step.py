@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from verl.bench import measure_step, step_lines
+from verl.bench.step import measure_step, step_lines
 from verl.cli import app
 from verl.common.errors import ConfigError
 

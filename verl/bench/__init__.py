@@ -1,0 +1,1 @@
+"""Speed and memory on synthetic work: a training step (``step``), generation (``rollout``)."""
