@@ -44,7 +44,7 @@ def measure_rollout(
     measured: dict[str, Measured] = {}
     with _quiet_engine():
         for name in names:
-            subject.engine.sleep()  # so that every workload's first call makes its cache and graphs
+            subject.engine.sleep()  # so that every workload's first call takes the cache anew
             measured[name] = WORKLOADS[name](subject, config, repeats)
             found[name] = measured[name].figures
             if log_probs and name in SAMPLING:

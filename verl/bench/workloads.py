@@ -85,7 +85,7 @@ def update(subject: Subject, work: Update, repeats: int) -> Measured:
 
 
 def sleep(subject: Subject, work: Sleep, repeats: int) -> Measured:
-    """The engine put to sleep and woken; then its first call, which may have to capture graphs again."""
+    """The engine put to sleep and woken; then its first call, beside one without sleep."""
     found: dict[str, list[float]] = {"sleep_s": [], "wake_s": [], "first_call_s": [], "warm_call_s": []}
     given_back = []
     subject.call(_one_length(subject, work, "sleep"))
