@@ -10,3 +10,5 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():  # before anything imports triton, whose own functions are decorated then
+    os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -38,7 +38,7 @@ OUTSIDE_LEVELS = {"__init__", "__main__", "recipes", "utils"}
 
 WITHOUT_TEST_FILE = {
     # run on CUDA only: tests/rollout/test_cuda.py
-    *("rollout/native/decode", "rollout/native/decode_state", "rollout/native/graph", "rollout/native/triton_decode"),
+    *("rollout/native/decode", "rollout/native/graph", "rollout/native/kernel_step"),
     # inside the native engine: tests/rollout/native/test_engine.py and the conformance suite
     *("rollout/native/runner", "rollout/native/sequence"),
     # through what calls them: tests/models, tests/engines/test_base.py, tests/conformance

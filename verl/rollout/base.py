@@ -6,7 +6,7 @@ An engine knows token ids, sampling settings and weights. It knows nothing of re
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -68,22 +68,33 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
-    """One response to make. Equal ``prompt_ids`` share their prompt's cache; ``seed`` alone decides the draws."""
-
-    prompt_ids: Sequence[int]
-    seed: int
-    sampling: SamplingParams
-
-
-@dataclass(frozen=True, kw_only=True)
 class Response:
-    """What came of a request. ``log_probs`` are of the tempered distribution, before top-k, top-p and min-p."""
+    """What came of a request. ``log_probs`` are of the tempered distribution, before top-k, top-p and min-p.
+
+    finish_reason    ABORT where generation was paused before the response ended: a Request may resume it
+    policy_version   the oldest weights that sampled a token of it (those at hand, where it has none)
+    policy_versions  the weights that sampled each token: more than one when it was resumed after an update
+    """
 
     response_ids: list[int]
     log_probs: list[float]
     finish_reason: FinishReason
     policy_version: int
+    policy_versions: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One response to make. Equal ``prompt_ids`` share their prompt's cache; ``seed`` alone decides the draws.
+
+    resume  a paused response to the same request, to go on from: its tokens count towards max_new_tokens, and the
+            draws are those that it would have had without the pause
+    """
+
+    prompt_ids: Sequence[int]
+    seed: int
+    sampling: SamplingParams
+    resume: Response | None = None
 
 
 @dataclass
@@ -103,8 +114,13 @@ class RolloutEngine(Protocol):
     policy_version: int
     stats: RolloutStats
 
-    def generate(self, requests: Sequence[Request]) -> list[Response]:
-        """One response a request, in order. A request that can't fit raises ConfigError before any work."""
+    def generate(
+        self, requests: Sequence[Request], *, should_pause: Callable[[], bool] | None = None
+    ) -> list[Response]:
+        """One response a request, in order. A request that can't fit raises ConfigError before any work.
+
+        should_pause  asked every few tokens; once True, the call returns soon, unfinished responses as ABORT
+        """
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:

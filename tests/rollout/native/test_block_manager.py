@@ -72,6 +72,28 @@ def test_shared_idle_blocks_are_counted_once() -> None:
     assert found == 4 and len(blocks) == 3 and manager.num_free == 0
 
 
+@pytest.mark.parametrize(("length", "shared"), [(3, 0), (4, 1), (5, 1), (8, 2)])
+def test_a_fork_shares_full_blocks_and_copies_a_partial_one(length: int, shared: int) -> None:
+    manager = BlockManager(5, 4, share=True)
+    blocks, _ = allocate(manager, list(range(length)))
+    forked = manager.fork(blocks, length)
+    assert forked is not None
+    twin, copy = forked
+    assert twin[:shared] == blocks[:shared] and len(twin) == len(blocks)
+    assert copy == (None if length % 4 == 0 else (blocks[-1], twin[-1])) and (copy is None or copy[0] != copy[1])
+    manager.check_integrity([blocks, twin])
+    manager.release(blocks)
+    manager.check_integrity([twin])  # what is shared outlives the row that it came from
+
+
+def test_a_fork_without_a_free_block_does_nothing() -> None:
+    manager = BlockManager(2, 4, share=True)
+    blocks, _ = allocate(manager, list(range(5)))
+    assert manager.fork(blocks, 5) is None
+    assert manager.fork(blocks[:1], 4, reserve=1) is None
+    manager.check_integrity([blocks])
+
+
 def test_integrity_holds_over_a_thousand_random_steps_and_sees_a_fault() -> None:
     chance, manager, rows = random.Random(0), BlockManager(12, 3, share=True), []
     for _ in range(1000):

@@ -1,16 +1,22 @@
+import itertools
 import logging
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.rollout.engines import BLOCK, assert_same, build, greedy, ids_of, prompt, request
+from tests.rollout.engines import BLOCK, assert_same, build, greedy, ids_of, prompt, request, response_log_probs
 from tests.tiny import FAMILIES, tiny_model
+from verl.batch import FinishReason
 from verl.common.errors import ConfigError, StaleWeights, VerlError
+from verl.rollout.base import Request, Response
 
+ABORT = FinishReason.ABORT
 BORDERS = [k * BLOCK + d for k in (1, 2, 3) for d in (-1, 0, 1)]
 
 
-def sampled(length: int, seed: int, tokens: int = 14) -> object:
+def sampled(length: int, seed: int, tokens: int = 14) -> Request:
     return request(prompt(length), tokens, seed=seed, temperature=1.0)
 
 
@@ -36,7 +42,7 @@ def test_prompts_at_block_borders_sent_twice_and_by_the_group(family: str) -> No
 def test_samples_of_a_prompt_share_its_computation_from_the_first_step() -> None:
     engine = build()
     engine.generate([sampled(11, seed) for seed in range(5)])
-    assert engine.stats.prefill_tokens == 11 + 4 * 3 and engine.stats.cached_prompt_tokens == 4 * 8
+    assert engine.stats.prefill_tokens == 11 and engine.stats.cached_prompt_tokens == 4 * 11
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -77,7 +83,7 @@ def test_asking_for_several_tokens_at_once_changes_nothing(steps: int) -> None:
     for cache_tokens in (None, 268):
         engine = build("gpt2", cache_tokens=cache_tokens)
         engine.generate(rows[:1])
-        engine._awake([engine._row(i, row) for i, row in enumerate(rows)])[1]._decoder.steps = steps
+        engine._awake([engine._row(i, row) for i, row in enumerate(rows)])[1]._steps.most = steps
         assert_same(engine.generate(rows), build("gpt2").generate(rows))
         engine.check_integrity()
 
@@ -115,6 +121,53 @@ def test_changed_weights_drop_what_was_cached() -> None:
     (response,) = engine.generate([row])
     assert engine.stats.cached_prompt_tokens == 0
     assert response.policy_version == 7 and response.response_ids == greedy(other, row.prompt_ids, 8)
+
+
+def after(calls: int) -> Callable[[], bool]:
+    """Says True from the given call on."""
+    count = itertools.count(1)
+    return lambda: next(count) > calls
+
+
+def again(rows: list[Request], responses: list[Response]) -> list[Request]:
+    """Requests that let paused responses go on."""
+    return [replace(row, resume=r) for row, r in zip(rows, responses, strict=True) if r.finish_reason == ABORT]
+
+
+@pytest.mark.parametrize("calls", [0, 1, 2, 5, 9, 13])
+@pytest.mark.parametrize("cache_tokens", [None, 32])
+def test_paused_and_resumed_is_as_if_never_paused(calls: int, cache_tokens: int | None) -> None:
+    rows = [sampled(n, seed=n) for n in (3, 9, 9, 5)]
+    rows[2] = replace(rows[2], seed=77)
+    straight, engine = build("gpt2").generate(rows), build("gpt2", cache_tokens=cache_tokens)
+    paused = engine.generate(rows, should_pause=after(calls))
+    engine.check_integrity()
+    assert any(r.finish_reason == ABORT for r in paused)
+    assert sum(len(r.response_ids) for r in paused) <= 4 * calls
+    resumed = iter(engine.generate(again(rows, paused)))
+    assert_same([next(resumed) if r.finish_reason == ABORT else r for r in paused], straight)
+
+
+def test_tokens_after_an_update_come_from_the_new_weights_and_say_so() -> None:
+    module, other = tiny_model("llama"), tiny_model("llama", seed=3)
+    engine, row = build(module=module), sampled(9, seed=1)
+    (paused,) = engine.generate([row], should_pause=after(6))
+    cut = len(paused.response_ids)
+    assert 0 < cut < 14 and paused.policy_versions == [0] * cut
+    engine.load_weights(other.state_dict().items(), version=4)
+    (whole,) = engine.generate(again([row], [paused]))
+    assert engine.stats.cached_prompt_tokens == 0  # keys of the old weights are gone
+    assert whole.response_ids[:cut] == paused.response_ids and whole.log_probs[:cut] == paused.log_probs
+    assert whole.policy_versions == [0] * cut + [4] * (len(whole.response_ids) - cut) and whole.policy_version == 0
+    expected = response_log_probs(other, row.prompt_ids, whole.response_ids)
+    assert whole.log_probs[cut:] == pytest.approx(expected[cut:], abs=1e-5)
+
+
+def test_only_a_paused_response_goes_on() -> None:
+    engine, row = build(), request(prompt(4), 5, ignore_eos=True)
+    (done,) = engine.generate([row])
+    with pytest.raises(ConfigError, match="ended by length with 5 of 5 tokens"):
+        engine.generate([replace(row, resume=done)])
 
 
 def test_the_modules_weights_are_shared_and_its_modes_come_back() -> None:

@@ -5,23 +5,27 @@ import torch
 from torch import Tensor
 
 from tests.rollout.engines import request
-from verl.rollout.native.sampler import SamplingState, gumbel, sample, truncate
+from verl.rollout.native.row_state import RowState
+from verl.rollout.native.sampler import gumbel, sample, truncate, truncates
 from verl.rollout.native.sequence import Sequence
-
-CPU = torch.device("cpu")
 
 
 def state(
     count: int, vocab: int, first_seed: int = 0, stop_ids: frozenset[int] = frozenset(), **sampling: object
-) -> SamplingState:
+) -> RowState:
     settings = {"temperature": 1.0, "tokens": 4, **sampling}
     rows = [Sequence(request([1], seed=first_seed + i, **settings), [1], stop_ids) for i in range(count)]  # type: ignore[arg-type]
-    return SamplingState.of(rows, vocab, CPU)
+    return RowState.of(rows, vocab)
+
+
+def draw(logits: Tensor, rows: RowState) -> tuple[Tensor, Tensor]:
+    kept = [(rows.top_k > 0).any(), (rows.top_p < 1).any(), (rows.min_p > 0).any()]
+    return sample(logits, rows, truncates=any(bool(x) for x in kept))
 
 
 def counts(logits: list[float], n: int, **sampling: object) -> Tensor:
     """Draws of ``n`` seeds from one distribution."""
-    tokens, _ = sample(torch.tensor([logits]).expand(n, -1), state(n, len(logits), **sampling))
+    tokens, _ = draw(torch.tensor([logits]).expand(n, -1), state(n, len(logits), **sampling))
     return torch.bincount(tokens, minlength=len(logits)).double()
 
 
@@ -42,7 +46,7 @@ def test_draws_at_successive_indices_are_independent() -> None:
     one = state(n, 3)
     one.seed_low.fill_(5)
     one.index.copy_(torch.arange(n))
-    tokens, _ = sample(logits.expand(n, -1), one)
+    tokens, _ = draw(logits.expand(n, -1), one)
     pairs = torch.bincount(tokens[:-1] * 3 + tokens[1:], minlength=9).double()
     probs = logits.softmax(-1)
     assert chi_square(pairs, torch.outer(probs, probs).flatten()) < 26.1  # 8 degrees, p = 0.001
@@ -66,7 +70,7 @@ def test_noise_is_standard_gumbel_without_favourites() -> None:
 def test_rare_tokens_of_a_large_vocabulary_are_drawn_as_often_as_they_should() -> None:
     logits = torch.zeros(50_000)
     logits[:2] = math.log(50_000)  # two likely ids and 49,998 of probability 6.7e-6 each, a third of the mass together
-    tokens, _ = sample(logits.expand(1000, -1), state(1000, 50_000))
+    tokens, _ = draw(logits.expand(1000, -1), state(1000, 50_000))
     rare = int((tokens >= 2).sum())
     assert abs(rare - 333.3) < 5 * math.sqrt(1000 / 3 * 2 / 3)
 
@@ -97,8 +101,8 @@ def test_noise_is_known_bit_for_bit() -> None:
 
 def test_log_prob_is_tempered_and_untruncated_and_plain_when_greedy() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0]])
-    _, half = sample(logits, state(1, 3, temperature=0.5, top_k=1))
-    token, greedy = sample(logits, state(1, 3, temperature=0.0))
+    _, half = draw(logits, state(1, 3, temperature=0.5, top_k=1))
+    token, greedy = draw(logits, state(1, 3, temperature=0.0))
     assert float(half) == pytest.approx(-0.142932, abs=1e-6)
     assert int(token) == 0 and float(greedy) == pytest.approx(-0.407606, abs=1e-6)
 
@@ -151,9 +155,9 @@ def test_rows_of_different_settings_do_not_mix() -> None:
         {"temperature": 2.0, "min_p": 0.1},
     ]
     rows = [Sequence(request([1], seed=9, **s), [1], frozenset()) for s in settings]  # type: ignore[arg-type]
-    tokens, log_probs = sample(logits, SamplingState.of(rows, 50, CPU))
+    tokens, log_probs = draw(logits, RowState.of(rows, 50))
     for i, row in enumerate(rows):
-        alone = sample(logits[:1], SamplingState.of([row], 50, CPU))
+        alone = draw(logits[:1], RowState.of([row], 50))
         assert (int(tokens[i]), float(log_probs[i])) == (int(alone[0]), pytest.approx(float(alone[1])))
 
 
@@ -167,5 +171,13 @@ def test_banned_ids_are_never_drawn_before_the_minimum_also_under_top_k() -> Non
     assert free[0] > free[1] > 0
     minima_and_ids = [(1, [0, 1]), (0, [0]), (1, [])]
     mixed = [Sequence(request([1], min_new_tokens=n), [1], frozenset(ids)) for n, ids in minima_and_ids]
-    tokens, _ = sample(torch.tensor([logits]).expand(3, -1), SamplingState.of(mixed, 4, CPU))
+    tokens, _ = draw(torch.tensor([logits]).expand(3, -1), RowState.of(mixed, 4))
     assert tokens.tolist() == [2, 0, 0]
+
+
+def test_whether_rows_truncate_is_seen() -> None:
+    def rows(**sampling: float) -> list[Sequence]:
+        return [Sequence(request([1], **s), [1], frozenset()) for s in ({}, sampling)]  # type: ignore[arg-type]
+
+    assert not truncates(rows(temperature=0.7))
+    assert truncates(rows(top_k=3)) and truncates(rows(top_p=0.9)) and truncates(rows(min_p=0.1))

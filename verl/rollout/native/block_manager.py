@@ -50,6 +50,25 @@ class BlockManager:
             self._holders[block] += 1
         return known + [self._take() for _ in range(fresh)], len(known) * self.block_size
 
+    def fork(
+        self, blocks: Sequence[int], num_tokens: int, *, reserve: int = 0
+    ) -> tuple[list[int], tuple[int, int] | None] | None:
+        """Blocks for another row that begins with the first ``num_tokens`` of the row that holds ``blocks``.
+
+        Full blocks are shared. A partial one becomes a block of its own, whose content the caller must copy: the
+        second value is (from, to). None, and nothing done, if too few blocks are free; ``reserve`` blocks stay free.
+        """
+        full, partial = divmod(num_tokens, self.block_size)
+        if bool(partial) + reserve > len(self._free):
+            return None
+        shared = list(blocks[:full])
+        for block in shared:
+            self._holders[block] += 1
+        if not partial:
+            return shared, None
+        fresh = self._take()
+        return [*shared, fresh], (blocks[full], fresh)
+
     def extend(self, blocks: list[int], num_tokens: int) -> bool:
         """Lengthen ``blocks`` to hold ``num_tokens``; False, and nothing done, if too few blocks are free."""
         missing = self.blocks_for(num_tokens) - len(blocks)

@@ -32,25 +32,51 @@ class LayerShape:
 
 
 class KVCache:
-    """Zeroed tensors for ``num_blocks`` blocks besides the padding block."""
+    """Zeroed tensors for ``num_blocks`` blocks besides the padding block; the memory can be given back and retaken."""
 
     def __init__(self, shapes: dict[int, LayerShape], num_blocks: int, block_size: int, device: torch.device) -> None:
-        self.num_blocks, self.block_size, self.device = num_blocks, block_size, device
-        slots = (num_blocks + 1) * block_size
-        # zeros, not empty: masked positions are multiplied by 0, and 0 * nan is nan
-        self._keys = {
-            i: torch.zeros(slots, s.num_heads, s.key_dim, dtype=s.dtype, device=device) for i, s in shapes.items()
-        }
-        self._values = {
-            i: torch.zeros(slots, s.num_heads, s.value_dim, dtype=s.dtype, device=device) for i, s in shapes.items()
-        }
+        self.block_size, self.device, self._shapes = block_size, device, shapes
+        self.num_blocks = 0
+        self._keys: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+        self.take(num_blocks)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held now."""
+        return sum(t.nbytes for t in [*self._keys.values(), *self._values.values()])
+
+    def take(self, num_blocks: int) -> None:
+        """Take memory for ``num_blocks`` blocks, in place of what is held."""
+        self.release()
+        self.num_blocks = num_blocks
+        slots = (num_blocks + 1) * self.block_size
+        for i, s in self._shapes.items():
+            # zeros, not empty: masked positions are multiplied by 0, and 0 * nan is nan
+            self._keys[i] = torch.zeros(slots, s.num_heads, s.key_dim, dtype=s.dtype, device=self.device)
+            self._values[i] = torch.zeros(slots, s.num_heads, s.value_dim, dtype=s.dtype, device=self.device)
+
+    def release(self) -> None:
+        """Give the memory back; nothing may be written or read until ``take``."""
+        self.num_blocks = 0
+        self._keys, self._values = {}, {}
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """All slots of a layer: keys [slots, K, D] and values [slots, K, E]."""
+        return self._keys[layer], self._values[layer]
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Put key [N, K, D] and value [N, K, E] at slots [N]; returns all slots of the layer, keys and values."""
-        keys, values = self._keys[layer], self._values[layer]
+        keys, values = self.layer(layer)
         keys.index_copy_(0, slots, key)
         values.index_copy_(0, slots, value)
         return keys, values
+
+    def copy_blocks(self, source: Tensor, target: Tensor) -> None:
+        """Copy whole blocks, [n] int64 each, in every layer."""
+        for tensor in [*self._keys.values(), *self._values.values()]:
+            blocks = tensor.view(-1, self.block_size, *tensor.shape[1:])
+            blocks.index_copy_(0, target, blocks[source])
 
 
 class _ShapeProbe:

@@ -1,84 +1,77 @@
-"""One token for each running row: the step that advances the rows' tensors in place, and its plain caller.
+"""Decode steps: one token for each of the first rows of the state, which the step advances in place.
 
-Takes rows whose blocks are allocated; gives tokens and log-probs. The step reads nothing from the host and so can be
-captured in a CUDA graph. Shape letters: B rows, W blocks of the longest row.
+``TorchStep`` is the definition, in torch operations, for any device; ``KernelStep`` is the same on CUDA in fused
+kernels and reads nothing from the host, so it can be captured in a graph. Shape letters: B rows, N tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from verl.models.attention import Attention
 from verl.models.causal_lm import CausalLM
+from verl.rollout.native.advance import advance
 from verl.rollout.native.cache import KVCache
-from verl.rollout.native.decode_state import DecodeState
 from verl.rollout.native.paged_attention import GatherAttention
+from verl.rollout.native.row_state import RowState
 from verl.rollout.native.sampler import sample
-from verl.rollout.native.sequence import Sequence
 
 
-def advance(model: CausalLM, state: DecodeState, attention: Attention) -> tuple[Tensor, Tensor]:
-    """Compute one token a row and step the state in place; returns tokens [B] and log-probs [B]."""
-    hidden = model.hidden(state.tokens, state.positions, attention)
-    tokens, log_probs = sample(model.logits(hidden), state.sampling)
-    state.tokens.copy_(tokens)
-    state.positions.add_(1)
-    torch.minimum(state.positions, state.last, out=state.positions)
-    state.sampling.index.add_(1)
-    return tokens, log_probs
+@dataclass(frozen=True)
+class Outputs:
+    """What steps sampled: step ``count`` writes row ``count``. A row that wasn't running has token -1, log-prob 0.
 
-
-class EagerDecoder:
-    """Steps without a graph. The state lives on while the same rows run and nothing else is computed between.
-
-    steps  tokens that the engine should ask for at once
+    tokens [steps, B] int32, log_probs [steps, B] float32, count [1] int64
     """
 
-    def __init__(self, model: CausalLM, cache: KVCache, *, use_kernel: bool) -> None:
-        self._model, self._cache, self._use_kernel = model, cache, use_kernel
-        self.steps = 8 if cache.device.type == "cuda" else 1
-        self._rows: list[Sequence] = []
-        self._state: DecodeState | None = None
-        self._held: list[int] = []
+    tokens: Tensor
+    log_probs: Tensor
+    count: Tensor
 
-    def reset(self) -> None:
-        """Rows advanced by other means: read them anew."""
-        self._state = None
+    @staticmethod
+    def empty(steps: int, rows: int, device: torch.device) -> Outputs:
+        """Room for ``steps`` steps."""
+        return Outputs(
+            torch.zeros(steps, rows, dtype=torch.int32, device=device),
+            torch.zeros(steps, rows, device=device),
+            torch.zeros(1, dtype=torch.int64, device=device),
+        )
 
-    def decode(self, rows: Rows[Sequence], steps: int) -> tuple[list[list[int]], list[list[float]]]:
-        """``steps`` tokens of each row: [steps][B] tokens and log-probs."""
-        state = self._current(rows)
-        made = [self._step(state, [min(len(r.tokens) - 1 + i, r.max_cached - 1) for r in rows]) for i in range(steps)]
-        if steps > 1:
-            self.reset()  # rows may have ended on the way
-        return torch.stack([t for t, _ in made]).tolist(), torch.stack([p for _, p in made]).tolist()
+    def first(self, rows: int) -> Outputs:
+        """The columns of the first ``rows`` rows, in the same memory."""
+        return Outputs(self.tokens[:, :rows], self.log_probs[:, :rows], self.count)
 
-    def _step(self, state: DecodeState, starts: list[int]) -> tuple[Tensor, Tensor]:
-        attention: Attention
-        if self._use_kernel:
-            from verl.rollout.native.triton_decode import KernelAttention
 
-            attention = KernelAttention(self._cache, state)
-        else:
-            slots = state.slots(self._cache.block_size)
-            attention = GatherAttention(self._cache, slots, state.tables, starts, [1] * len(starts))
-        return advance(self._model, state, attention)
+Step = Callable[[RowState, Outputs, bool], None]
+"""Computes a token for every row of the state and advances it; the last argument: whether a row truncates."""
 
-    def _current(self, rows: Rows[Sequence]) -> DecodeState:
-        if self._state is None or self._rows != rows:
-            width = max(self._cache_width(row) for row in rows)
-            self._rows = list(rows)
-            self._state = DecodeState.of(rows, self._model.vocab_size, width, self._cache.device)
-        else:
-            for i, row in enumerate(rows):
-                if len(row.blocks) != self._held[i]:
-                    fresh = torch.tensor(row.blocks[self._held[i] :])
-                    self._state.tables[i, self._held[i] : len(row.blocks)] = fresh.to(self._cache.device)
-        self._held = [len(row.blocks) for row in rows]
-        return self._state
 
-    def _cache_width(self, row: Sequence) -> int:
-        return -(-row.max_cached // self._cache.block_size)
+class TorchStep:
+    """A step in torch operations; the host reads the positions."""
+
+    def __init__(self, model: CausalLM, cache: KVCache) -> None:
+        self._model, self._cache = model, cache
+
+    def __call__(self, rows: RowState, out: Outputs, truncates: bool) -> None:
+        """Advance ``rows``."""
+        starts = rows.positions.clamp(min=0)
+        slots = rows.slots_in_cache(self._cache.block_size)
+        attention = GatherAttention(self._cache, slots, rows.tables, starts.tolist(), [1] * rows.num_slots)
+        self.sample(self.hidden(rows.tokens.long(), starts.long(), attention), rows, out, truncates)
+        out.count.add_(1)
+
+    def cache_moved(self) -> None:
+        """Nothing to do: the cache is asked for its tensors at every step."""
+
+    def hidden(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        """Last hidden states [N, C] of tokens [N] at positions [N]."""
+        return self._model.hidden(tokens, positions, attention)
+
+    def sample(self, hidden: Tensor, rows: RowState, out: Outputs, truncates: bool) -> None:
+        """From the last hidden states [B, C] of the rows on."""
+        tokens, log_probs = sample(self._model.logits(hidden), rows, truncates=truncates)
+        advance(tokens, log_probs, rows, out)

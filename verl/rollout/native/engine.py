@@ -9,27 +9,31 @@ from __future__ import annotations
 import collections.abc
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from verl.batch import FinishReason
 from verl.common.errors import ConfigError, VerlError
 from verl.models.causal_lm import CausalLM
 from verl.rollout.base import Request, Response, RolloutStats, SamplingParams
 from verl.rollout.native.block_manager import BlockManager
 from verl.rollout.native.cache import KVCache, affordable_tokens, layer_shapes
 from verl.rollout.native.config import Config as NativeConfig
+from verl.rollout.native.pending import Pending
 from verl.rollout.native.request_checks import RequestChecks
-from verl.rollout.native.runner import Runner, Sampled
+from verl.rollout.native.runner import Runner
 from verl.rollout.native.scheduler import Scheduler
 from verl.rollout.native.sequence import Sequence
 from verl.rollout.native.stop_strings import StopStrings
 from verl.rollout.native.weights import Weights
 
 _LOG = logging.getLogger(__name__)
+_LEAST_WIDTH = 4096  # tokens that a row's table has room for at least: graphs are made for one width
 
 
 class NativeEngine:
@@ -52,16 +56,22 @@ class NativeEngine:
         self._device = next(model.module.parameters()).device
         with _generating(model.module):
             self._shapes = layer_shapes(model, self._device)
-        self._wanted_blocks = 0
-        self._scheduler: Scheduler | None = None
-        self._runner: Runner | None = None
+        self._cache = KVCache(self._shapes, 0, config.block_size, self._device)
+        self._blocks = 0  # of the cache when it was last awake
+        self._scheduler: Scheduler | None = None  # None while it sleeps
+        self._runner: Runner | None = None  # outlives sleep, and with it the graphs
         self.policy_version = 0
         self.stats = RolloutStats()
         if config.stop:
             StopStrings(tokenizer, config.stop)  # says now, not at the first call, that a tokenizer is missing
 
-    def generate(self, requests: collections.abc.Sequence[Request]) -> list[Response]:
+    def generate(
+        self, requests: collections.abc.Sequence[Request], *, should_pause: Callable[[], bool] | None = None
+    ) -> list[Response]:
         """One response a request, in order; wakes the engine if it sleeps.
+
+        should_pause  asked every few tokens; once True, what is under way ends at the token that it has, as ABORT,
+                      and may be resumed by another call, after an update of the weights too
 
         Raises, before any work: DataError for a prompt that is empty or has ids outside the vocabulary, ConfigError
         for a request that can't fit the model's positions or the cache, StaleWeights when the weights were changed
@@ -74,7 +84,7 @@ class NativeEngine:
         if rows:
             scheduler, runner = self._awake(rows)
             with _generating(self._model.module):
-                self._run(rows, scheduler, runner)
+                self._run(rows, scheduler, runner, should_pause)
         return [self._response(row) for row in rows]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -94,16 +104,22 @@ class NativeEngine:
         self.policy_version = version
 
     def sleep(self) -> None:
-        """Give back the cache's memory, and with it the cached prefixes and the graphs."""
-        self._scheduler = self._runner = None
+        """Give back the cache's memory, and with it the cached prefixes; captured graphs stay."""
+        self._scheduler = None
+        self._cache.release()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
         """Take the cache's memory again, as much as before; before a first call only if cache_tokens is set."""
-        blocks = self._configured_blocks or self._wanted_blocks
+        blocks = self._configured_blocks or self._blocks
         if self._scheduler is None and blocks:
-            self._build(blocks)
+            self._take_cache(blocks)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory that the cache holds now."""
+        return self._cache.num_bytes
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless blocks, holders and rows agree; between calls no row holds a block."""
@@ -134,9 +150,8 @@ class NativeEngine:
         needs = sorted((-(-row.max_cached // size) for row in rows), reverse=True)
         blocks = self._configured_blocks
         if blocks is None:
-            held = 0 if self._scheduler is None else self._scheduler.blocks.num_blocks
             wanted = sum(needs[: self._config.max_running_rows])
-            blocks = held if wanted <= held else self._affordable(1 << (wanted - 1).bit_length())
+            blocks = self._blocks if wanted <= self._blocks else self._affordable(1 << (wanted - 1).bit_length())
         if needs[0] > blocks:
             row = max(rows, key=lambda row: row.max_cached)
             raise ConfigError(
@@ -145,10 +160,10 @@ class NativeEngine:
                 f"({self._config.cache_tokens}) or memory_frac ({self._config.memory_frac}), or lower "
                 "max_response_tokens or the prompt limit"
             )
-        if self._scheduler is None or self._scheduler.blocks.num_blocks != blocks or self._weights.moved():
-            self._build(blocks)
-        assert self._scheduler is not None and self._runner is not None
-        return self._scheduler, self._runner
+        if self._scheduler is None or self._blocks != blocks:
+            self._take_cache(blocks)
+        assert self._scheduler is not None
+        return self._scheduler, self._runner_for(needs[0], max(len(row.stop_ids) for row in rows))
 
     def _affordable(self, wanted: int) -> int:
         """At most ``wanted`` blocks, within the memory that is free without the present cache."""
@@ -156,66 +171,108 @@ class NativeEngine:
         budget = affordable_tokens(self._shapes, self._device, self._config.memory_frac) // self._config.block_size
         return min(wanted, budget)
 
-    def _build(self, blocks: int) -> None:
-        self.sleep()
+    def _take_cache(self, blocks: int) -> None:
+        self._cache.take(blocks)
+        self._blocks = blocks
         config = self._config
-        self._wanted_blocks = blocks
-        manager = BlockManager(blocks, config.block_size, share=config.prefix_cache)
         self._scheduler = Scheduler(
-            manager, max_running_rows=config.max_running_rows, max_prefill_tokens=config.max_prefill_tokens
+            BlockManager(blocks, config.block_size, share=config.prefix_cache),
+            max_running_rows=config.max_running_rows,
+            max_prefill_tokens=config.max_prefill_tokens,
         )
-        cache = KVCache(self._shapes, blocks, config.block_size, self._device)
-        self._runner = Runner(self._model, cache, self._shapes, use_cuda_graph=config.use_cuda_graph)
+        if self._runner is not None:
+            self._runner.cache_moved()
 
-    def _run(self, rows: list[Sequence], scheduler: Scheduler, runner: Runner) -> None:
+    def _runner_for(self, width: int, stop_ids: int) -> Runner:
+        """The runner, made anew, without graphs, only if rows are wider than before or the weights were moved."""
+        runner = self._runner
+        if runner is None or runner.width < width or runner.stop_ids < stop_ids or self._weights.moved():
+            least = -(-_LEAST_WIDTH // self._config.block_size)
+            self._runner = runner = Runner(
+                self._model,
+                self._cache,
+                self._shapes,
+                max_rows=self._config.max_running_rows,
+                stop_ids=max(stop_ids, 1),
+                width=max(least, 1 << (width - 1).bit_length()),
+                use_cuda_graph=self._config.use_cuda_graph,
+            )
+            self._weights.moved()  # making it may have laid weights side by side
+        return runner
+
+    def _run(
+        self, rows: list[Sequence], scheduler: Scheduler, runner: Runner, should_pause: Callable[[], bool] | None
+    ) -> None:
         started, stats = time.perf_counter(), self.stats
         scheduler.num_preemptions = scheduler.num_cached_tokens = 0
+        had = sum(row.num_response for row in rows)
         scheduler.add(rows)
         try:
-            while scheduler.has_work:
-                self._step(scheduler, runner)
+            self._until_done(scheduler, runner, should_pause)
         except BaseException:
             scheduler.clear()
+            runner.reset()
             raise
         elapsed = time.perf_counter() - started
-        made = sum(row.num_response for row in rows)
+        made = sum(row.num_response for row in rows) - had
         stats.preemptions, stats.cached_prompt_tokens = scheduler.num_preemptions, scheduler.num_cached_tokens
-        stats.extra = {"response_tokens": made, "generate_s": elapsed, "response_tokens_per_s": made / elapsed}
+        stats.extra |= {"response_tokens": made, "generate_s": elapsed, "response_tokens_per_s": made / elapsed}
 
-    def _step(self, scheduler: Scheduler, runner: Runner) -> None:
-        chunks = scheduler.prefill()
-        if chunks:
-            self.stats.prefill_tokens += sum(chunk.end - chunk.start for chunk in chunks)
-            _take([chunk.sequence for chunk in chunks if chunk.is_last], runner.prefill(chunks))
-        else:
-            rows = scheduler.decode(runner.steps)
-            self.stats.decode_steps += runner.steps
-            _take(rows, runner.decode(rows, runner.steps))
+    def _until_done(self, scheduler: Scheduler, runner: Runner, should_pause: Callable[[], bool] | None) -> None:
+        """Launch steps and take their results, one launch behind: the host works while the device does."""
+        pending: deque[Pending] = deque()
+        while scheduler.has_work and not (should_pause is not None and should_pause()):
+            launched = self._launch(scheduler, runner)
+            if launched is not None:
+                pending.append(launched)
+            while len(pending) > (runner.launches_ahead if launched is not None else 0):
+                self._take(pending.popleft(), scheduler)
+        while pending:
+            self._take(pending.popleft(), scheduler)
+        scheduler.stop_all()
+
+    def _launch(self, scheduler: Scheduler, runner: Runner) -> Pending | None:
+        """The next step; None when it takes results that are on their way to know it."""
+        work = scheduler.prefill()
+        if work.chunks:
+            self.stats.prefill_tokens += sum(chunk.end - chunk.start for chunk in work.chunks)
+            return runner.prefill(work)
+        planned = scheduler.decode(runner.steps)
+        if planned is None:
+            return None
+        rows, steps = planned
+        self.stats.decode_steps += steps
+        return runner.decode(rows, steps)
+
+    def _take(self, pending: Pending, scheduler: Scheduler) -> None:
+        """Give rows their tokens, as far as their ends, and let those that ended go."""
+        tokens, log_probs = pending.result()
+        kind = f"{pending.kind}_s"
+        self.stats.extra[kind] = self.stats.extra.get(kind, 0.0) + pending.seconds
+        counts = (tokens >= 0).sum(0).tolist()
+        if bool(log_probs.isnan().any()):
+            raise self._not_finite(pending.rows[int(log_probs.isnan().any(0).nonzero()[0])])
+        for row, made, probs, count in zip(pending.rows, tokens.T.tolist(), log_probs.T.tolist(), counts, strict=True):
+            if row.finish_reason is None:
+                row.in_flight -= pending.steps
+                row.take(made[:count], probs[:count], self.policy_version)
         scheduler.drop_finished()
 
+    @staticmethod
+    def _not_finite(row: Sequence) -> VerlError:
+        return VerlError(
+            f"a token of a response to a prompt of {row.num_prompt} tokens, behind its first {row.num_response}, has "
+            "the log-prob nan: the model's weights or outputs are not finite numbers"
+        )
+
     def _response(self, row: Sequence) -> Response:
-        assert row.finish_reason is not None
         return Response(
             response_ids=row.tokens[row.num_prompt :],
             log_probs=row.log_probs,
-            finish_reason=row.finish_reason,
-            policy_version=self.policy_version,
+            finish_reason=FinishReason.ABORT if row.finish_reason is None else row.finish_reason,
+            policy_version=min(row.versions, default=self.policy_version),
+            policy_versions=row.versions,
         )
-
-
-def _take(rows: collections.abc.Sequence[Sequence], sampled: Sampled) -> None:
-    """Give each row its tokens, [steps][rows], as far as its end; what was sampled behind that is dropped."""
-    for tokens, log_probs in zip(*sampled, strict=True):
-        for row, token, log_prob in zip(rows, tokens, log_probs, strict=True):
-            if row.finish_reason is not None:
-                continue
-            if log_prob != log_prob:
-                raise VerlError(
-                    f"token {row.num_response} of a response to a prompt of {row.num_prompt} tokens has the log-prob "
-                    "nan: the model's weights or outputs are not finite numbers"
-                )
-            row.append(token, log_prob)
-            row.num_computed = len(row.tokens) - 1
 
 
 @contextmanager

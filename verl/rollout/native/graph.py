@@ -1,138 +1,114 @@
-"""Decode through captured CUDA graphs: one replay a token for all rows, the host looks only every few tokens.
+"""Many decode steps in a row without the host: launched one by one, or replayed from captured CUDA graphs.
 
-A graph is captured for each number of rows (rounded up) and kind of sampling, the first time it is needed; all share
-one memory pool. It reads the weights where they are: in-place updates are seen, moved storage makes it invalid.
+A graph is captured for each number of rows (rounded up) and kind of sampling, the first time it is needed; all work
+on the same state and share one memory pool. A graph reads weights, state and cache where they are: in-place updates
+are seen, a cache that was given back and taken again elsewhere too; moved weights make it invalid.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence as Rows
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
-from verl.models.causal_lm import CausalLM
-from verl.rollout.base import Request, SamplingParams
-from verl.rollout.native.cache import KVCache
-from verl.rollout.native.decode import EagerDecoder, advance
-from verl.rollout.native.decode_state import DecodeState
-from verl.rollout.native.sequence import Sequence
+from verl.rollout.native.decode import Outputs, Step
+from verl.rollout.native.row_state import RowState
 
 _LOG = logging.getLogger(__name__)
 _WARM_UP_STEPS = 2
+_STEPS_ON_CUDA = 8  # the host looks only so often: what rows sample behind their end is wasted, at most twice this
+
+
+class Steps(Protocol):
+    """Runs steps on the first rows of a state."""
+
+    most: int
+
+    def run(self, rows: int, steps: int, truncates: bool) -> Outputs:
+        """``steps`` steps, at most ``most``; their outputs are valid until the next run."""
+        ...
+
+
+class EagerSteps:
+    """Launches every operation of every step."""
+
+    def __init__(self, step: Step, state: RowState) -> None:
+        device = state.columns.device
+        self.most = _STEPS_ON_CUDA if device.type == "cuda" else 1
+        self._step, self._state, self._device = step, state, device
+
+    def run(self, rows: int, steps: int, truncates: bool) -> Outputs:
+        """As ``Steps`` says."""
+        out = Outputs.empty(steps, rows, self._device)
+        for _ in range(steps):
+            self._step(self._state.first(rows), out, truncates)
+        return out
 
 
 @dataclass
 class _Graph:
-    """A captured step on its own state; step i since ``count`` was zeroed writes tokens[i] and log_probs[i]."""
+    """A captured step on the first slots of the state."""
 
     graph: Any
-    state: DecodeState
-    count: Tensor
-    tokens: Tensor
-    log_probs: Tensor
+    out: Outputs
 
 
-class GraphDecoder:
-    """Steps by replaying graphs. A model whose forward can't be captured is decoded without, which is logged.
+class GraphSteps:
+    """Replays graphs. A model whose forward can't be captured runs without, which is logged."""
 
-    steps  tokens that the engine should ask for at once: between them the device never waits for the host
-    """
-
-    def __init__(self, model: CausalLM, kv: KVCache) -> None:
-        self._model, self._cache = model, kv
-        self.steps = 8
-        self._graphs: dict[tuple[int, ...], _Graph] = {}
+    def __init__(self, step: Step, state: RowState, name: str) -> None:
+        self.most = _STEPS_ON_CUDA
+        self._step, self._state, self._name = step, state, name
+        self._graphs: dict[tuple[int, bool], _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call,unused-ignore]
-        self._eager: EagerDecoder | None = None
+        self._out = Outputs.empty(self.most, state.num_slots, state.columns.device)
+        self._eager: EagerSteps | None = None
 
-    def reset(self) -> None:
-        """Rows advanced by other means: nothing to do, the state is written anew for every call."""
-
-    def decode(self, rows: Rows[Sequence], steps: int) -> tuple[list[list[int]], list[list[float]]]:
-        """``steps`` tokens of each row: [steps][B] tokens and log-probs."""
+    def run(self, rows: int, steps: int, truncates: bool) -> Outputs:
+        """As ``Steps`` says."""
+        if self._eager is None:
+            graph = self._graph(min(bucket(rows), self._state.num_slots), truncates)
         if self._eager is not None:
-            return self._eager.decode(rows, steps)
-        padded = [*rows, *[_padding_row()] * (_bucket(len(rows)) - len(rows))]
-        state = DecodeState.of(padded, self._model.vocab_size, self._width(rows), torch.device("cpu"))
-        graph = self._graph(state)
-        if graph is None:
-            return self.decode(rows, steps)
-        for target, source in zip(graph.state.tensors, state.tensors, strict=True):
-            if source.numel():
-                target.copy_(source.pin_memory(), non_blocking=True)
-        graph.count.zero_()
+            return self._eager.run(rows, steps, truncates)
+        self._out.count.zero_()
         for _ in range(steps):
             graph.graph.replay()
-        return graph.tokens[:steps, : len(rows)].tolist(), graph.log_probs[:steps, : len(rows)].tolist()
+        return Outputs(graph.out.tokens[:steps, :rows], graph.out.log_probs[:steps, :rows], graph.out.count)
 
-    def _width(self, rows: Rows[Sequence]) -> int:
-        """Blocks of the longest row when it is full, rounded up so that few widths need a graph."""
-        longest = max(-(-row.max_cached // self._cache.block_size) for row in rows)
-        return max(16, 1 << (longest - 1).bit_length())
-
-    def _graph(self, state: DecodeState) -> _Graph | None:
-        sampling = state.sampling
-        key = (*state.tables.shape, sampling.banned.shape[1], sampling.truncates, sampling.draws)
+    def _graph(self, rows: int, truncates: bool) -> _Graph:
+        """The graph for ``rows`` rows; where none can be captured, ``_eager`` is set."""
+        key = (rows, truncates)
         if key not in self._graphs:
             try:
-                self._graphs[key] = self._capture(state)
+                self._graphs[key] = self._capture(rows, truncates)
             except RuntimeError as error:
-                _LOG.warning(
-                    "decoding %s without CUDA graphs: its forward can't be captured (%s)", self._model.name, error
-                )
-                self._eager = EagerDecoder(self._model, self._cache, use_kernel=True)
-                return None
+                _LOG.warning("decoding %s without CUDA graphs: its forward can't be captured (%s)", self._name, error)
+                self._eager = EagerSteps(self._step, self._state)
+                return _Graph(None, self._out)
         return self._graphs[key]
 
-    def _capture(self, like: DecodeState) -> _Graph:
-        from verl.rollout.native.triton_decode import KernelAttention
-
-        device, rows = self._cache.device, len(like.tokens)
-        state = _on_padding(like, device)
-        count = torch.zeros(1, dtype=torch.int64, device=device)
-        tokens = torch.zeros(self.steps, rows, dtype=torch.int64, device=device)
-        log_probs = torch.zeros(self.steps, rows, dtype=torch.float32, device=device)
-
-        def step() -> None:
-            made = advance(self._model, state, KernelAttention(self._cache, state))
-            tokens.index_copy_(0, count, made[0][None])
-            log_probs.index_copy_(0, count, made[1][None])
-            count.add_(1)
-
+    def _capture(self, rows: int, truncates: bool) -> _Graph:
+        state, out = self._state.first(rows), self._out.first(rows)
+        device = state.columns.device
+        nobody = RowState.empty(rows, state.stop_ids.shape[1], state.tables.shape[1], device)
+        nowhere = Outputs.empty(self.most, rows, device)
         side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call,unused-ignore]
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
-            for _ in range(_WARM_UP_STEPS):
-                step()
+            for _ in range(_WARM_UP_STEPS):  # compiles kernels; on rows of its own, since it really runs
+                self._step(nobody, nowhere, truncates)
         torch.cuda.current_stream(device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            step()
-        return _Graph(graph, state, count, tokens, log_probs)
+            self._step(state, out, truncates)
+        return _Graph(graph, out)
 
 
-def _on_padding(like: DecodeState, device: torch.device) -> DecodeState:
-    """A state of the same shapes and kind on ``device``, whose rows all sit in the padding block."""
-    rows = [_padding_row()] * len(like.tokens)
-    state = DecodeState.of(rows, 1, like.tables.shape[1], device)
-    sampling = like.sampling
-    state.sampling.truncates, state.sampling.draws = sampling.truncates, sampling.draws
-    state.sampling.banned = torch.zeros_like(sampling.banned, device=device)
-    return state
-
-
-@cache
-def _padding_row() -> Sequence:
-    request = Request(prompt_ids=[0], seed=0, sampling=SamplingParams(max_new_tokens=1, temperature=0.0))
-    return Sequence(request, [0], frozenset())
-
-
-def _bucket(rows: int) -> int:
-    """The smallest of 1, 2, 4, 6, 8, 12, 16, 24, ... that is at least ``rows``."""
+def bucket(rows: int) -> int:
+    """The smallest of 1, 2, 4, 6, 8, 12, 16, 24, ..., 192, 256, 384, 512, 640, ... that is at least ``rows``."""
+    if rows > 256:
+        return -(-rows // 128) * 128
     power = 1 << (rows - 1).bit_length()
     return power * 3 // 4 if power >= 8 and rows <= power * 3 // 4 else power

@@ -1,7 +1,7 @@
 """Attention over the paged cache, as the object that every layer calls.
 
 ``GatherAttention`` serves any mix of query lengths on any device: prompts, pieces of prompts, prompts whose beginning
-is cached, decode. ``VarlenAttention`` is its CUDA half for prompts; the CUDA decode is in ``triton_decode``.
+is cached, decode. ``VarlenAttention`` is its CUDA half for prompts; the CUDA decode is in ``kernel_step``.
 All first write the new keys and values, so rows of one step may read blocks that the step itself fills.
 
 Shape letters: N tokens of the step, H query heads, K key/value heads, D and E head dims of keys and values,
@@ -10,7 +10,6 @@ B rows, T longest query, L longest cached row (whole blocks).
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -23,11 +22,22 @@ from verl.rollout.native.cache import KVCache
 _SMALL = 1 << 18  # padded query-key pairs below which one call for all rows is the cheapest
 
 
-class PagedAttention(ABC):
-    """Writes a step's keys and values to ``slots`` [N], then attends."""
+class GatherAttention:
+    """Rows' blocks gathered side by side, padded to the longest, then SDPA under a mask made from positions.
 
-    def __init__(self, cache: KVCache, slots: Tensor) -> None:
+    tables    [B, W] int64  blocks of each row, 0 right of its last
+    starts    [B]  position of each row's first query
+    queries   [B]  queries of each row; they sum to N
+    """
+
+    def __init__(
+        self, cache: KVCache, slots: Tensor, tables: Tensor, starts: Sequence[int], queries: Sequence[int]
+    ) -> None:
         self.cache, self.slots = cache, slots
+        ends = [start + n for start, n in zip(starts, queries, strict=True)]
+        self._groups = [
+            _Group(cache, tables[a:b], starts[a:b], queries[a:b], max(ends[a:b])) for a, b in _cut(queries, ends)
+        ]
 
     def __call__(
         self,
@@ -43,33 +53,10 @@ class PagedAttention(ABC):
         keys, values = self.cache.write(layer, self.slots, key, value)
         return self.attend(query, keys, values, scale, window, softcap)
 
-    @abstractmethod
     def attend(
         self, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
         """query [N, H, D] over the layer's slots, keys [slots, K, D] and values [slots, K, E]; returns [N, H, E]."""
-
-
-class GatherAttention(PagedAttention):
-    """Rows' blocks gathered side by side, padded to the longest, then SDPA under a mask made from positions.
-
-    tables    [B, W] int64  blocks of each row, 0 right of its last
-    starts    [B]  position of each row's first query
-    queries   [B]  queries of each row; they sum to N
-    """
-
-    def __init__(
-        self, cache: KVCache, slots: Tensor, tables: Tensor, starts: Sequence[int], queries: Sequence[int]
-    ) -> None:
-        super().__init__(cache, slots)
-        ends = [start + n for start, n in zip(starts, queries, strict=True)]
-        self._groups = [
-            _Group(cache, tables[a:b], starts[a:b], queries[a:b], max(ends[a:b])) for a, b in _cut(queries, ends)
-        ]
-
-    def attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
         if len(self._groups) == 1:
             return self._groups[0].attend(query, keys, values, scale, window, softcap)
         parts = torch.split(query, [group.num_tokens for group in self._groups])
@@ -130,7 +117,7 @@ class _Group:
         return self._masks[window]
 
 
-class VarlenAttention(PagedAttention):
+class VarlenAttention:
     """Prompts on CUDA: torch's variable-length kernel, over the new keys alone or over gathered ones.
 
     key_slots  [sum of the rows' tokens so far] slots in order, None when no row has tokens cached before this step
@@ -144,27 +131,29 @@ class VarlenAttention(PagedAttention):
         starts: Sequence[int],
         queries: Sequence[int],
     ) -> None:
-        super().__init__(cache, slots)
+        self.cache, self.slots = cache, slots
         ends = [start + n for start, n in zip(starts, queries, strict=True)]
         self._key_slots, self._max_query, self._max_key = key_slots, max(queries), max(ends)
-        self._query_offsets, self._key_offsets = _offsets(queries, slots.device), _offsets(ends, slots.device)
+        self._query_offsets = _offsets(queries, slots.device)
+        self._key_offsets = _offsets(ends, slots.device) if any(starts) else self._query_offsets
 
-    def attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None, softcap: float | None
+    def __call__(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
     ) -> Tensor:
         assert softcap is None, "the runner gives layers with a softcap to GatherAttention"
-        slots = self.slots if self._key_slots is None else self._key_slots
-        return varlen(
-            query,
-            keys[slots],
-            values[slots],
-            self._query_offsets,
-            self._key_offsets,
-            self._max_query,
-            self._max_key,
-            scale,
-            window,
-        )
+        keys, values = self.cache.write(layer, self.slots, key, value)
+        if self._key_slots is not None:
+            key, value = keys[self._key_slots], values[self._key_slots]
+        offsets = (self._query_offsets, self._key_offsets)
+        return varlen(query, key, value, *offsets, self._max_query, self._max_key, scale, window)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from verl.batch import FinishReason
 from verl.common.errors import ConfigError, DataError
 from verl.models.causal_lm import CausalLM
 from verl.models.loading import position_limits
@@ -29,6 +30,16 @@ class RequestChecks:
                 raise ConfigError(
                     f"stop_token_ids has {stop_id}, allowed are 0 to {self._vocab_size - 1} (the vocabulary)"
                 )
+        paused = request.resume
+        if paused is not None and (
+            paused.finish_reason is not FinishReason.ABORT
+            or len(paused.response_ids) >= request.sampling.max_new_tokens
+        ):
+            raise ConfigError(
+                f"request {index} resumes a response that ended by {paused.finish_reason.word} with "
+                f"{len(paused.response_ids)} of {request.sampling.max_new_tokens} tokens: only one that was paused "
+                "(abort) before its limit can go on"
+            )
         total = len(ids) + request.sampling.max_new_tokens
         for key, limit in self._limits.items():
             if total > limit:

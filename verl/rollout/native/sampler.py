@@ -5,17 +5,17 @@ A draw depends on the row's seed, the token's index in its response and the logi
 The noise of token v at index i of a row is a hash of (seed, i, v), computed with 32-bit integer operations that give
 the same bits on every device: no generator state, nothing of the neighbours, and all of it fits in a CUDA graph.
 
-Shape letters: B rows, V vocab, S stop ids of a row.
+Shape letters: B rows, V vocab.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
+from verl.rollout.native.row_state import RowState
 from verl.rollout.native.sequence import Sequence
 
 _GOLDEN = -1640531527  # 0x9E3779B9 as int32
@@ -23,78 +23,22 @@ _MIX = (0x7FEB352D, -2073254261)  # multipliers of lowbias32 as int32; the secon
 _INF = float("inf")
 
 
-@dataclass
-class SamplingState:
-    """Sampling settings of B rows as tensors.
-
-    seed_low, seed_high  [B] int32  halves of the row's seed
-    index                [B] int32  which token of its response the row samples next
-    temperature          [B] float32, 0 is greedy
-    top_k                [B] int64, 0 keeps all
-    top_p, min_p         [B] float32
-    min_new              [B] int32  index before which ``banned`` ids can't be sampled; 0 for a row without any
-    banned               [B, S] int64, padded with an id of the row; S is 0 when no row has such a minimum to reach
-    truncates, draws     whether any row has a top-k, top-p or min-p; whether any row isn't greedy
-    """
-
-    seed_low: Tensor
-    seed_high: Tensor
-    index: Tensor
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    min_new: Tensor
-    banned: Tensor
-    truncates: bool
-    draws: bool
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All columns, in one order."""
-        return [value for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)]
-
-    @staticmethod
-    def of(rows: Rows[Sequence], vocab_size: int, device: torch.device) -> SamplingState:
-        """The settings of ``rows``, whose next tokens are to be sampled."""
-        seeds = [row.request.seed & 0xFFFFFFFFFFFFFFFF for row in rows]
-        settings = [row.request.sampling for row in rows]
-        draws = any(s.temperature > 0 for s in settings)
-        truncates = any(s.top_k > 0 or s.top_p < 1 or s.min_p > 0 for s in settings)
-        min_new, banned = _bans(rows, vocab_size)
-
-        def column(values: list[int] | list[float], dtype: torch.dtype) -> Tensor:
-            return torch.tensor(values, dtype=dtype).to(device)
-
-        return SamplingState(
-            seed_low=column([_signed(seed & 0xFFFFFFFF) for seed in seeds], torch.int32),
-            seed_high=column([_signed(seed >> 32) for seed in seeds], torch.int32),
-            index=column([row.num_response for row in rows], torch.int32),
-            temperature=column([s.temperature for s in settings], torch.float32),
-            top_k=column([s.top_k for s in settings], torch.int64),
-            top_p=column([s.top_p for s in settings], torch.float32),
-            min_p=column([s.min_p for s in settings], torch.float32),
-            min_new=column(min_new, torch.int32),
-            banned=torch.tensor(banned, dtype=torch.int64).reshape(len(rows), -1).to(device),
-            truncates=truncates,
-            draws=draws,
-        )
-
-
-def sample(logits: Tensor, state: SamplingState) -> tuple[Tensor, Tensor]:
-    """float32 logits [B, V]; returns tokens [B] int64 and log-probs [B] float32.
+def sample(logits: Tensor, state: RowState, *, truncates: bool) -> tuple[Tensor, Tensor]:
+    """float32 logits [B, V] of the rows in ``state``; returns tokens [B] int64 and log-probs [B] float32.
 
     A log-prob is of the tempered distribution (of the plain one where the temperature is 0) before bans and
     truncation. Ties of a greedy row go to the lower id on the CPU.
+
+    truncates  whether any row has a top-k, top-p or min-p
     """
     is_greedy = state.temperature == 0
     tempered = logits / torch.where(is_greedy, 1.0, state.temperature)[:, None]
     scores = tempered
-    if state.banned.shape[1]:
+    if _may_hold(state.index < state.min_new):
         scores = _without_banned(scores, state)
-    if state.truncates:
+    if truncates:
         scores = truncate(scores, state.top_k, state.top_p, state.min_p)
-    if state.draws:
+    if _may_hold(~is_greedy):
         noise = gumbel(state.seed_low, state.seed_high, state.index, logits.shape[1])
         scores = noise.masked_fill_(is_greedy[:, None], 0.0).add_(scores)
     tokens = scores.argmax(-1)
@@ -138,22 +82,22 @@ def truncate(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Ten
     return torch.empty_like(scores).scatter_(1, order, values.masked_fill(~keep, -_INF))
 
 
-def _without_banned(scores: Tensor, state: SamplingState) -> Tensor:
-    is_active = (state.index < state.min_new)[:, None]
-    return scores.scatter(1, state.banned, scores.gather(1, state.banned).masked_fill(is_active, -_INF))
+def truncates(rows: Rows[Sequence]) -> bool:
+    """Whether any row has a top-k, top-p or min-p."""
+    settings = {row.request.sampling for row in rows}
+    return any(s.top_k > 0 or s.top_p < 1 or s.min_p > 0 for s in settings)
 
 
-def _bans(rows: Rows[Sequence], vocab_size: int) -> tuple[list[int], list[list[int]]]:
-    """Each row's minimum, 0 where it has no stop id, and its stop ids padded to one width by repeating the first.
+def _may_hold(condition: Tensor) -> bool:
+    """Whether it holds for any row; True where the host would have to wait for the answer."""
+    return condition.is_cuda or bool(condition.any())
 
-    No ids at all when every row has reached its minimum; a row without any is padded with id 0, to no effect.
-    """
-    if not any(row.num_response < row.request.sampling.min_new_tokens for row in rows):
-        return [0] * len(rows), [[] for _ in rows]
-    ids = [sorted(i for i in row.stop_ids if 0 <= i < vocab_size) for row in rows]
-    width = max(map(len, ids))
-    minima = [row.request.sampling.min_new_tokens if own else 0 for row, own in zip(rows, ids, strict=True)]
-    return minima, [[*own, *[own[0] if own else 0] * (width - len(own))] for own in ids]
+
+def _without_banned(scores: Tensor, state: RowState) -> Tensor:
+    """Stop ids of rows below their minimum length set to -inf; the padding of stop ids bans nothing."""
+    is_banned = (state.stop_ids >= 0) & (state.index < state.min_new)[:, None]
+    limit = torch.where(is_banned, -_INF, _INF)
+    return scores.scatter_reduce(1, state.stop_ids.clamp(min=0).long(), limit, "amin")
 
 
 def _hash(x: Tensor) -> Tensor:
@@ -165,7 +109,3 @@ def _hash(x: Tensor) -> Tensor:
 def _shift(x: Tensor, by: int) -> Tensor:
     """Shift int32 right, filling with zeros."""
     return (x >> by) & ((1 << (32 - by)) - 1)
-
-
-def _signed(word: int) -> int:
-    return word - (1 << 32) if word >= 1 << 31 else word
