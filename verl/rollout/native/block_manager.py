@@ -7,11 +7,11 @@ hash can collide), and stays known after its last holder let go, until it is tak
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 
-_Key = tuple[int, tuple[int, ...]]  # what stands before, as the number of its content; the tokens of the block
 _NOTHING = 0
 
 
@@ -22,9 +22,10 @@ class BlockManager:
         self.num_blocks, self.block_size, self.share = num_blocks, block_size, share
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))  # next taken first
         self._holders = [0] * (num_blocks + 1)
-        self._by_content: dict[_Key, int] = {}
-        self._contents: dict[int, tuple[int, _Key]] = {}  # block -> number of its content, key
-        self._numbers = count(_NOTHING + 1)
+        self._by_content: dict[bytes, int] = {}
+        self._contents: dict[int, bytes] = {}  # by block; bytes, since thousands of tuples keep the collector busy
+        self._numbers: dict[int, int] = {}  # by block: one for each content that was ever published
+        self._new_numbers = count(_NOTHING + 1)
 
     @property
     def num_free(self) -> int:
@@ -81,15 +82,16 @@ class BlockManager:
         """Let others find the full blocks among the first ``num_computed`` of ``tokens``."""
         if not self.share:
             return
-        before, size = _NOTHING, self.block_size
-        for i in range(num_computed // size):
-            block = blocks[i]
+        before = _NOTHING
+        full = num_computed // self.block_size
+        for block, piece in zip(blocks, self._pieces(tokens, full), strict=False):
             if block not in self._contents:
-                key = (before, tuple(tokens[i * size : (i + 1) * size]))
-                block = self._by_content.setdefault(key, block)
-                if block == blocks[i]:
-                    self._contents[block] = (next(self._numbers), key)
-            before = self._contents[block][0]
+                content = _content(before, piece)
+                known = self._by_content.setdefault(content, block)
+                if known == block:
+                    self._contents[block], self._numbers[block] = content, next(self._new_numbers)
+                block = known
+            before = self._numbers[block]
 
     def release(self, blocks: list[int]) -> None:
         """Let go of ``blocks`` and empty the list. Known ones are taken again last, a row's end before its start."""
@@ -106,6 +108,7 @@ class BlockManager:
         """No block is known any more: the weights changed, or the content can't be trusted."""
         self._by_content.clear()
         self._contents.clear()
+        self._numbers.clear()
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
         """Raise AssertionError unless holders, free blocks and known blocks agree with the rows' ``tables``."""
@@ -115,24 +118,37 @@ class BlockManager:
             assert self._holders[block] == held[block], f"block {block}: {self._holders[block]} holders, {held[block]}"
             assert (block in self._free) == (held[block] == 0), f"block {block} is both free and held, or neither"
         assert len(self._free) + sum(n > 0 for n in self._holders) == self.num_blocks
-        assert {key: block for block, (_, key) in self._contents.items()} == self._by_content
+        assert {content: block for block, content in self._contents.items()} == self._by_content
+        assert self._numbers.keys() == self._contents.keys()
 
     def _match(self, tokens: Sequence[int]) -> list[int]:
         found: list[int] = []
         if not self.share:
             return found
-        before, size = _NOTHING, self.block_size
-        for i in range((len(tokens) - 1) // size):
-            block = self._by_content.get((before, tuple(tokens[i * size : (i + 1) * size])))
+        before = _NOTHING
+        for piece in self._pieces(tokens, (len(tokens) - 1) // self.block_size):
+            block = self._by_content.get(_content(before, piece))
             if block is None:
                 break
             found.append(block)
-            before = self._contents[block][0]
+            before = self._numbers[block]
         return found
+
+    def _pieces(self, tokens: Sequence[int], blocks: int) -> Iterator[bytes]:
+        """The tokens of the first ``blocks`` blocks, block by block."""
+        data = array("i", tokens[: blocks * self.block_size])
+        size = self.block_size * data.itemsize
+        whole = data.tobytes()
+        return (whole[i * size : (i + 1) * size] for i in range(blocks))
 
     def _take(self) -> int:
         block, _ = self._free.popitem(last=False)
         if block in self._contents:
-            del self._by_content[self._contents.pop(block)[1]]
+            del self._by_content[self._contents.pop(block)], self._numbers[block]
         self._holders[block] = 1
         return block
+
+
+def _content(before: int, piece: bytes) -> bytes:
+    """A block's tokens and what stands before it, as the number of that content."""
+    return before.to_bytes(8, "little") + piece

@@ -17,9 +17,9 @@ class Config(RolloutConfig):
     """Tokens that the cache holds; None takes what the requests can use, within memory_frac."""
     memory_frac: float = Field(default=0.6, gt=0, lt=1)
     """Share of the device memory free at that moment that the cache may take when cache_tokens is None."""
-    max_running_rows: int = Field(default=512, ge=1)
+    max_running_rows: int = Field(default=1024, ge=1)
     """Responses decoded at the same time; the others wait."""
-    max_prefill_tokens: int = Field(default=8192, ge=1)
+    max_prefill_tokens: int = Field(default=16384, ge=1)
     """Prompt tokens computed in one step; a longer prompt is computed in pieces."""
     prefix_cache: bool = True
     """Keep and share the blocks of equal prompt beginnings until the weights change."""

@@ -135,6 +135,7 @@ def paged_decode(
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=WARPS,
         num_stages=STAGES,
+        enable_fp_fusion=False,  # contracted, the products of rotary would lose a rounding that training makes
     )
     if splits > 1:
         _merge_kernel[(rows * heads,)](partial, stats, out, SPLITS=splits, E=value_dim, E_PAD=value_pad, num_warps=2)

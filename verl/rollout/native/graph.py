@@ -17,7 +17,6 @@ from verl.rollout.native.decode import Outputs, Step
 from verl.rollout.native.row_state import RowState
 
 _LOG = logging.getLogger(__name__)
-_WARM_UP_STEPS = 2
 _STEPS_ON_CUDA = 8  # the host looks only so often: what rows sample behind their end is wasted, at most twice this
 
 
@@ -63,6 +62,7 @@ class GraphSteps:
         self._step, self._state, self._name = step, state, name
         self._graphs: dict[tuple[int, bool], _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call,unused-ignore]
+        self._side = torch.cuda.Stream(state.columns.device)  # type: ignore[no-untyped-call,unused-ignore]
         self._out = Outputs.empty(self.most, state.num_slots, state.columns.device)
         self._eager: EagerSteps | None = None
 
@@ -94,21 +94,25 @@ class GraphSteps:
         device = state.columns.device
         nobody = RowState.empty(rows, state.stop_ids.shape[1], state.tables.shape[1], device)
         nowhere = Outputs.empty(self.most, rows, device)
-        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call,unused-ignore]
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
-            for _ in range(_WARM_UP_STEPS):  # compiles kernels; on rows of its own, since it really runs
-                self._step(nobody, nowhere, truncates)
-        torch.cuda.current_stream(device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            self._step(state, out, truncates)
+        self._side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._side):
+            self._step(nobody, nowhere, truncates)  # compiles kernels; on rows of its own, since it really runs
+            self._side.synchronize()
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                self._step(state, out, truncates)
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream(device).wait_stream(self._side)
         return _Graph(graph, out)
 
 
 def bucket(rows: int) -> int:
-    """The smallest of 1, 2, 4, 6, 8, 12, 16, 24, ..., 192, 256, 384, 512, 640, ... that is at least ``rows``."""
-    if rows > 256:
-        return -(-rows // 128) * 128
+    """The smallest of 1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, ... that is at least ``rows``."""
+    if rows > 512:
+        return -(-rows // 64) * 64
+    if rows > 96:
+        return -(-rows // 32) * 32
     power = 1 << (rows - 1).bit_length()
     return power * 3 // 4 if power >= 8 and rows <= power * 3 // 4 else power
