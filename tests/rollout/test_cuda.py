@@ -72,7 +72,7 @@ def test_float32_equals_the_cpu(family: str, use_cuda_graph: bool) -> None:
         assert engine._runner._steps._eager is None and engine._runner._steps._graphs
 
 
-@pytest.mark.parametrize("family", ["qwen2", "mistral", "gemma2", "gpt2"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_log_probs_are_close_to_a_full_forward(family: str) -> None:
     rows = [request(prompt(n), 24, seed=n, temperature=1.0) for n in (3, 8, 17, 17)]
     plain = tiny_model(family).to(torch.bfloat16).float()

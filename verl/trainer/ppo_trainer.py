@@ -124,6 +124,7 @@ class PPOTrainer:
                     parts.weights.check()
                     sampled = sample(parts, self.config.trainer, self.drawn, step=number, timer=timer)
                     batch, metrics = sampled.batch, sampled.metrics
+                    parts.rollout.engine.sleep()  # its cache makes room for what follows
                     for role in parts.passes:
                         with timer.phase(role.writes):
                             role.infer(batch)

@@ -8,8 +8,10 @@ import torch
 from tests.rollout.engines import assert_same, build, prompt, request
 from tests.rollout.native.kernels import DEVICE
 from tests.tiny import FAMILIES, tiny_model
+from verl.models.causal_lm import CausalLM
+from verl.models.fusion import Fusion
 from verl.rollout.native.graph import EagerSteps
-from verl.rollout.native.kernel_step import KernelStep
+from verl.rollout.native.kernel_step import KernelStep, _hands_on_what_is_rotated
 
 
 def with_kernels(family: str, steps: int = 1) -> Any:
@@ -35,6 +37,20 @@ def test_generations_equal_those_of_torch_operations(family: str) -> None:
     engine = with_kernels(family, steps=3)
     assert_same(engine.generate(rows), build(family).generate(rows), tolerance=1e-4)
     engine.check_integrity()
+
+
+def test_rotary_is_left_to_the_attention_kernel_only_where_nothing_stands_between() -> None:
+    module = tiny_model("llama").to(DEVICE)
+    assert with_kernels("llama")._runner._step._can_defer
+    fusion = Fusion(CausalLM(module))
+    plain = fusion._rotaries[0].turned_by
+
+    def then_scaled(rotate: Any) -> Any:
+        turned = plain(rotate)
+        return lambda *args, **kwargs: (turned(*args, **kwargs)[0] * 2.0, turned(*args, **kwargs)[1])
+
+    fusion._rotaries[0].turned_by = then_scaled  # type: ignore[method-assign]
+    assert not _hands_on_what_is_rotated(CausalLM(module), fusion, DEVICE)
 
 
 def test_the_cache_may_move_between_calls() -> None:

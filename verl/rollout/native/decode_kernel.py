@@ -22,8 +22,20 @@ from torch import Tensor
 
 from verl.common.errors import VerlError
 
-TILE_BYTES, WARPS, STAGES = 32768, 4, 3
-"""Size of a tile of keys and values, which sets its number of tokens; warps of a program; stages of its pipeline."""
+
+@dataclass(frozen=True)
+class _Plan:
+    """Bytes of a tile of keys and values, which set its tokens; warps of a program; stages of its pipeline."""
+
+    tile_bytes: int
+    warps: int
+    stages: int
+
+
+_WIDE = _Plan(32768, 4, 3)
+_NARROW = _Plan(16384, 1, 4)
+"""For many rows of half precision and heads of at most 128 dims: a warp alone waits for nobody. Measured 5 to 15%
+faster on an H200 at 256 and 1,024 rows, slower where rows are few and long."""
 MAX_SPLITS = 32
 _ALIGNMENT = 16
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -97,6 +109,8 @@ def paged_decode(
         stats = torch.empty(rows, heads, splits, 2, dtype=torch.float32, device=query.device)
     cos, sin = (query, query) if rotary is None else rotary
     key_pad, value_pad = _pad(key_dim), _pad(value_dim)
+    is_narrow = splits == 1 and query.element_size() == 2 and key_pad + value_pad <= 256
+    plan = _NARROW if is_narrow else _WIDE
     _decode_kernel[(rows, kv_heads, splits)](
         query,
         key,
@@ -130,11 +144,11 @@ def paged_decode(
         E=value_dim,
         E_PAD=value_pad,
         BLOCK=block_size,
-        TILE=_tile_tokens((key_pad + value_pad) * query.element_size()),
+        TILE=_tile_tokens(plan.tile_bytes, (key_pad + value_pad) * query.element_size()),
         SPLITS=splits,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        num_warps=WARPS,
-        num_stages=STAGES,
+        num_warps=plan.warps,
+        num_stages=plan.stages,
         enable_fp_fusion=False,  # contracted, the products of rotary would lose a rounding that training makes
     )
     if splits > 1:
@@ -142,9 +156,9 @@ def paged_decode(
     return out
 
 
-def _tile_tokens(bytes_per_token: int) -> int:
+def _tile_tokens(tile_bytes: int, bytes_per_token: int) -> int:
     """A power of 2 from 16 to 128: cached tokens that a program reads at a time."""
-    fitting = max(16, min(128, TILE_BYTES // bytes_per_token))
+    fitting = max(16, min(128, tile_bytes // bytes_per_token))
     return fitting if fitting == triton.next_power_of_2(fitting) else int(triton.next_power_of_2(fitting)) // 2
 
 

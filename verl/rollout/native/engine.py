@@ -217,6 +217,8 @@ class NativeEngine:
         made = sum(row.num_response for row in rows) - had
         stats.preemptions, stats.cached_prompt_tokens = scheduler.num_preemptions, scheduler.num_cached_tokens
         stats.extra |= {"response_tokens": made, "generate_s": elapsed, "response_tokens_per_s": made / elapsed}
+        launched = stats.extra.get("prefill_s", 0.0) + stats.extra.get("decode_s", 0.0)
+        stats.extra["host_frac"] = max(0.0, 1 - launched / elapsed)
 
     def _until_done(self, scheduler: Scheduler, runner: Runner, should_pause: Callable[[], bool] | None) -> None:
         """Launch steps and take their results, one launch behind: the host works while the device does."""

@@ -27,6 +27,7 @@ class KernelStep:
     def __init__(self, model: CausalLM, cache: KVCache, shapes: dict[int, LayerShape]) -> None:
         self._model, self._cache = model, cache
         self._fusion = Fusion(model)
+        self._can_defer = _hands_on_what_is_rotated(model, self._fusion, cache.device)
         self._places = _Places(cache, shapes)
         self.cache_moved()
         on_cuda = cache.device.type == "cuda"  # elsewhere it is Triton's interpreter
@@ -42,7 +43,7 @@ class KernelStep:
         attention = _KernelAttention(
             self._places, rows, self._cache.block_size, splits_for(rows.num_slots, self._kv_heads, self._num_sms)
         )
-        with self._fusion.active(attention.rotate):
+        with self._fusion.active(attention.rotate if self._can_defer else rotate):
             hidden = self._model.hidden(rows.tokens, rows.positions.clamp(min=0), attention)
         self.sample(hidden, rows, out, truncates)
         out.count.add_(1)
@@ -102,6 +103,43 @@ class _KernelAttention:
             splits=self._splits,
         )
         return out
+
+
+class _HandOnProbe:
+    """An attention that only sees whether it is given what rotary made, as it made it."""
+
+    def __init__(self) -> None:
+        self._made: tuple[int, int] | None = None
+        self.is_handed_on = True
+
+    def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate, and note where the results lie."""
+        query, key = rotate(query, key, cos, sin)
+        self._made = (query.data_ptr(), key.data_ptr())
+        return query, key
+
+    def __call__(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        self.is_handed_on &= self._made in (None, (query.data_ptr(), key.data_ptr()))
+        self._made = None
+        return value.new_zeros(*query.shape[:2], value.shape[2])
+
+
+def _hands_on_what_is_rotated(model: CausalLM, fusion: Fusion, device: torch.device) -> bool:
+    """Whether every layer's attention gets the rotated query and key untouched: then it may rotate them itself."""
+    probe, zero = _HandOnProbe(), torch.zeros(1, dtype=torch.int64, device=device)
+    with fusion.active(probe.rotate):
+        model.hidden(zero, zero, probe)
+    return probe.is_handed_on
 
 
 class _Places:
