@@ -24,19 +24,19 @@ from verl.models.fusion import Fusion
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # Triton's interpreter cuts bfloat16 off
 
-# layers x (norms, MLPs, groups), and one rotary function
+# layers x (norms, MLPs, groups), one rotary function, and layers that add to their input
 FUSED = {
-    "gpt2": (0, 0, 0, 0),
-    "llama": (5, 2, 4, 1),
-    "qwen2": (5, 2, 4, 1),
-    "qwen3": (9, 2, 4, 1),
-    "mistral": (3, 1, 2, 1),
-    "gemma2": (9, 2, 4, 1),
-    "gemma3_text": (13, 2, 4, 1),
-    "phi3": (5, 2, 0, 1),  # query, key and value are one layer, gate and up another
-    "olmo2": (9, 2, 4, 1),
-    "granite": (5, 2, 4, 1),
-    "qwen3_moe": (9, 0, 2, 1),  # experts stay as they are
+    "gpt2": (0, 0, 0, 0, 0),
+    "llama": (5, 2, 4, 1, 2),
+    "qwen2": (5, 2, 4, 1, 2),
+    "qwen3": (9, 2, 4, 1, 2),
+    "mistral": (3, 1, 2, 1, 1),
+    "gemma2": (9, 2, 4, 1, 0),
+    "gemma3_text": (13, 2, 4, 1, 0),
+    "phi3": (5, 2, 0, 1, 2),  # query, key and value are one layer, gate and up another
+    "olmo2": (9, 2, 4, 1, 0),
+    "granite": (5, 2, 4, 1, 0),
+    "qwen3_moe": (9, 0, 2, 1, 2),  # experts stay as they are, and are added by themselves
 }
 
 
@@ -284,7 +284,7 @@ def test_what_does_not_agree_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(file, "apply_rotary_pos_emb", lambda q, k, cos, sin: own(q, k, cos, -sin))
     model = view_of(module)
     fusion = Fusion(model)
-    assert fusion.counts == {"norms": 4, "mlps": 1, "groups": 4, "rotaries": 0}
+    assert fusion.counts == {"norms": 4, "mlps": 1, "groups": 4, "rotaries": 0, "residuals": 2}
     with torch.no_grad():
         expected = hidden_of(model)
     torch.testing.assert_close(fused_hidden_of(model, fusion), expected, rtol=1e-5, atol=1e-5)
@@ -305,9 +305,50 @@ def test_a_model_that_takes_no_slices_runs_as_it_is(caplog: pytest.LogCaptureFix
         fusion = Fusion(model)
     assert not any(fusion.counts.values())
     assert caplog.records[0].message == "qwen3: its layers differ when they are fused; it runs as it is"
-    assert caplog.records[1].message == "qwen3: fused 0 norms, 0 mlps, 0 groups, 0 rotaries"
+    assert caplog.records[1].message == "qwen3: fused 0 norms, 0 mlps, 0 groups, 0 rotaries, 0 residuals"
     with torch.no_grad():
         assert torch.equal(fused_hidden_of(model, fusion), hidden_of(model))
+
+
+class FromEmbeddings(nn.Module):
+    """A last norm that reads the first layer's input once more."""
+
+    def __init__(self, inner: nn.Module, embedding: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.kept = inner, torch.empty(0)
+        embedding.register_forward_hook(self.keep)
+
+    def keep(self, _: nn.Module, inputs: tuple[Tensor], out: Tensor) -> None:
+        self.kept = out
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + 0.1 * self.kept
+
+
+def test_a_model_that_reads_a_layers_input_again_keeps_it_and_the_rest_is_fused() -> None:
+    module = tiny_model("llama")
+    module.model.norm = FromEmbeddings(module.model.norm, module.model.embed_tokens)
+    model = view_of(module)
+    with torch.no_grad():
+        before = hidden_of(model)
+    fusion = Fusion(model)
+    assert tuple(fusion.counts.values()) == (*FUSED["llama"][:4], 0)
+    torch.testing.assert_close(fused_hidden_of(model, fusion), before, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_layers_add_to_the_embeddings_of_a_module_in_training() -> None:
+    module = tiny_model("llama").train()
+    fusion, embeddings = Fusion(model := view_of(module)), []
+    module.model.embed_tokens.register_forward_hook(lambda _, ids, out: embeddings.append((out, out.clone())))
+    module.model.layers[-1].register_forward_hook(lambda _, h, out: embeddings.append((out, out)))
+    with torch.enable_grad(), fusion.active(rotate):
+        hidden_of(model)
+    (first, before), (last, _) = embeddings
+    assert last is first and not torch.equal(first, before)
+    with torch.inference_mode():
+        expected = hidden_of(model)
+        torch.testing.assert_close(fused_hidden_of(model, fusion), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:

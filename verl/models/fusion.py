@@ -1,8 +1,8 @@
 """A forward without gradients of an unmodified Hugging Face module, with fewer and wider kernels while it is asked for.
 
-Norms, gated MLPs, rotary embeddings and linear layers that read one input are found by their structure. Each kind is
-tried against its own forward on random numbers before it is used; what doesn't agree stays as it is. No weight is
-copied, no model is known by name, and outside of ``Fusion.active`` the module is as it was.
+Norms, gated MLPs, rotary embeddings, linear layers that read one input and layers that add to their input are found by
+their structure. Each kind is tried against its own forward before it is used; what doesn't agree stays as it is. No
+weight is copied, no model is known by name, and outside of ``Fusion.active`` the module is as it was.
 
 Shape letters: N packed tokens, C channels, H query heads, K key heads, D head dim, R rotated dims.
 """
@@ -14,7 +14,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -25,27 +25,23 @@ from torch.func import functional_call
 
 from verl.models.attention import PackedAttention
 from verl.models.causal_lm import CausalLM
+from verl.models.forwards import OTHER_KIND, Forward, forward_of, put
 from verl.models.linear_groups import shared_inputs
+from verl.models.residual import residual_layers
 
 log = logging.getLogger(__name__)
 
 Rotate: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """query [N, H, D], key [N, K, D], cos [N, R], sin [N, R] -> query and key, turned."""
-_Forward: TypeAlias = Callable[..., Tensor]
-_Place: TypeAlias = tuple[dict[str, Any], str, object]
-"""A namespace, a name in it, and what stands there for a while."""
 
 _ROTARY = "apply_rotary_pos_emb"
 """The function by which the attention layers of transformers turn queries and keys: a global of their file."""
-_ABSENT = object()
-_OTHER_KIND = (RuntimeError, TypeError, ValueError, IndexError)
-"""What a forward raises that takes other inputs than those we try."""
 
 
 class Fusion:
     """Finds what can be fused in ``model``, tries it, and lays the weights that are read together side by side.
 
-    counts  how many norms, MLPs, groups of linear layers and rotary functions are fused
+    counts  how many norms, MLPs, groups of linear layers, rotary functions and layers with a residual stream are fused
 
     Weights move once, here: graphs and addresses taken before are void. A weight that moves later (another device,
     another type) is still read right; its group runs as separate products until a new Fusion is built.
@@ -59,8 +55,19 @@ class Fusion:
             norms, mlps = _norms(module), _gated_mlps(module)
             self._forwards = [*norms, *mlps]
             self._rotaries = _rotaries(module)
-            self.counts = dict(norms=len(norms), mlps=len(mlps), groups=len(self._groups), rotaries=len(self._rotaries))
-            if not self._holds(model):
+            self._residuals = residual_layers(module, lambda: _probe(model))
+            holds = self._holds(model)
+            if not holds and self._residuals:  # a module that reads a layer's input again
+                self._residuals = []
+                holds = self._holds(model)
+            self.counts = dict(
+                norms=len(norms),
+                mlps=len(mlps),
+                groups=len(self._groups),
+                rotaries=len(self._rotaries),
+                residuals=len(self._residuals),
+            )
+            if not holds:
                 log.warning("%s: its layers differ when they are fused; it runs as it is", model.name)
                 self._groups, self._forwards, self._rotaries = [], [], []
                 self.counts = dict.fromkeys(self.counts, 0)
@@ -79,12 +86,14 @@ class Fusion:
         rotate  turns query [N, H, D] and key [N, K, D] by cos and sin [N, R], which may be float32 beside half
                 precision; called once a layer, from the thread that entered. ``fused_kernels.rotate`` is one
 
-        One thread at a time: the rotary function belongs to all models of the family.
+        One thread at a time: the rotary function belongs to all models of the family. Layers overwrite their input:
+        embeddings that are handed in, and hidden states that a hook keeps, don't stay what they are.
         """
-        places: list[_Place] = [(vars(part), "forward", forward) for part, forward in self._forwards]
-        places += [(vars(layer), "forward", forward) for g in self._groups for layer, forward in g.forwards()]
+        places = [forward_of(part, forward) for part, forward in self._forwards]
+        places += [forward_of(layer, forward) for g in self._groups for layer, forward in g.forwards()]
+        places += [place for layer in self._residuals for place in layer.places()]
         places += [(rotary.namespace, _ROTARY, rotary.turned_by(rotate)) for rotary in self._rotaries]
-        with _put(places), torch.no_grad():
+        with put(places), torch.no_grad():
             yield
 
     def _holds(self, model: CausalLM) -> bool:
@@ -128,22 +137,6 @@ class _Rotary:
 
 
 @contextmanager
-def _put(places: Sequence[_Place]) -> Iterator[None]:
-    """What ``places`` say, for the block; then what stood there before, or nothing."""
-    before = [namespace.get(name, _ABSENT) for namespace, name, _ in places]
-    try:
-        for namespace, name, new in places:
-            namespace[name] = new
-        yield
-    finally:
-        for (namespace, name, _), old in zip(places, before, strict=True):
-            if old is _ABSENT:
-                namespace.pop(name, None)
-            else:
-                namespace[name] = old
-
-
-@contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
     training = {part: part.training for part in module.modules()}
     module.eval()
@@ -162,10 +155,10 @@ def _probe(model: CausalLM) -> Tensor:
     return model.hidden(tokens % model.vocab_size, torch.arange(len(tokens), device=device), attention)
 
 
-def _norms(module: nn.Module) -> list[tuple[nn.Module, _Forward]]:
+def _norms(module: nn.Module) -> list[tuple[nn.Module, Forward]]:
     """Norms by the root of the mean square, each with its forward; one of a kind is tried."""
     variants: dict[object, tuple[bool, bool] | None] = {}
-    found: list[tuple[nn.Module, _Forward]] = []
+    found: list[tuple[nn.Module, Forward]] = []
     for part in module.modules():
         eps = vars(part).get("variance_epsilon", vars(part).get("eps"))
         weight = part._parameters.get("weight")
@@ -192,7 +185,7 @@ def _norm_variant(part: nn.Module, weight: Tensor, eps: float) -> tuple[bool, bo
     return None
 
 
-def _norm_forward(part: nn.Module, eps: float, plus_one: bool, rounds_first: bool, dtype: torch.dtype) -> _Forward:
+def _norm_forward(part: nn.Module, eps: float, plus_one: bool, rounds_first: bool, dtype: torch.dtype) -> Forward:
     from verl.models.fused_kernels import rms_norm
 
     own = type(part).forward
@@ -206,10 +199,10 @@ def _norm_forward(part: nn.Module, eps: float, plus_one: bool, rounds_first: boo
     return forward
 
 
-def _gated_mlps(module: nn.Module) -> list[tuple[nn.Module, _Forward]]:
+def _gated_mlps(module: nn.Module) -> list[tuple[nn.Module, Forward]]:
     """MLPs of the form ``down(activation(gate(x)) * up(x))``, each with its forward; one of a kind is tried."""
     activations: dict[object, str | None] = {}
-    found: list[tuple[nn.Module, _Forward]] = []
+    found: list[tuple[nn.Module, Forward]] = []
     for part in module.modules():
         layers = {name: child for name, child in part.named_children() if type(child) is nn.Linear}
         names = {f"{name}.{of}" for name, layer in layers.items() for of, _ in layer.named_parameters()}
@@ -246,7 +239,7 @@ def _mlp_activation(part: nn.Module, layers: dict[str, nn.Linear]) -> str | None
     return None
 
 
-def _gated_forward(part: nn.Module, activation: str) -> _Forward:
+def _gated_forward(part: nn.Module, activation: str) -> Forward:
     from verl.models.fused_kernels import gated
 
     own, children = type(part).forward, dict(part.named_children())
@@ -298,7 +291,7 @@ def _turns(own: Callable[..., Any], like: Tensor, angle_dtype: torch.dtype, is_p
     cos, sin = (_random(1, num_tokens, size, like=like, seed=seed).to(angle_dtype) for seed in (2, 3))
     try:
         theirs = own(query, key, cos, sin)
-    except _OTHER_KIND:
+    except OTHER_KIND:
         return False
     ours = rotate(query[0].transpose(0, 1), key[0].transpose(0, 1), cos[0], sin[0])
     if not isinstance(theirs, tuple) or len(theirs) != 2:
@@ -306,15 +299,15 @@ def _turns(own: Callable[..., Any], like: Tensor, angle_dtype: torch.dtype, is_p
     return all(_agree(x.transpose(0, 1)[None], y) for x, y in zip(ours, theirs, strict=True))
 
 
-def _both(part: nn.Module, forward: _Forward, tensors: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor] | None:
+def _both(part: nn.Module, forward: Forward, tensors: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor] | None:
     """What ``forward`` and ``part`` itself give on ``x`` with ``tensors`` as parameters; None where it takes no x."""
     try:
         own = functional_call(part, tensors, (x,))
-        with _put([(vars(part), "forward", forward)]):
+        with put([forward_of(part, forward)]):
             return functional_call(part, tensors, (x,)), own
     except torch.OutOfMemoryError:
         raise
-    except _OTHER_KIND:
+    except OTHER_KIND:
         return None
 
 
