@@ -22,16 +22,10 @@ _POSITIONS, _LEFT = _INTS.index("positions"), _INTS.index("left")
 
 @dataclass(frozen=True)
 class RowState:
-    """Columns of R slots, by name each [R], int32 but for the settings that are float32.
+    """R slots: their columns by name, and
 
-    tokens       last token of the row, whose keys aren't in the cache yet
-    positions    its position; -1 in a slot where nothing runs
-    left         tokens that the row may still sample; 0 where nothing runs
-    index        which token of its response the row samples next
-    seed_low, seed_high, temperature (0 is greedy), top_k (0 keeps all), top_p, min_p   as the request says
-    min_new      index before which stop ids can't be sampled
-    stop_ids     [R, S] int32, padded with -1
-    tables       [R, W] int32: blocks of the row, 0 (the padding block) right of its last
+    stop_ids  [R, S] int32, padded with -1
+    tables    [R, W] int32: blocks of the row, 0 (the padding block) right of its last
     """
 
     columns: Tensor
@@ -82,46 +76,57 @@ class RowState:
 
     @property
     def tokens(self) -> Tensor:
+        """[R] last token of each row, whose keys aren't in the cache yet."""
         return self._ints("tokens")
 
     @property
     def positions(self) -> Tensor:
+        """[R] its position; -1 where nothing runs."""
         return self._ints("positions")
 
     @property
     def left(self) -> Tensor:
+        """[R] tokens that the row may still sample; 0 where nothing runs."""
         return self._ints("left")
 
     @property
     def index(self) -> Tensor:
+        """[R] which token of its response the row samples next."""
         return self._ints("index")
 
     @property
     def seed_low(self) -> Tensor:
+        """[R] low half of the row's seed."""
         return self._ints("seed_low")
 
     @property
     def seed_high(self) -> Tensor:
+        """[R] high half of the row's seed."""
         return self._ints("seed_high")
 
     @property
     def min_new(self) -> Tensor:
+        """[R] index before which stop ids can't be sampled."""
         return self._ints("min_new")
 
     @property
     def top_k(self) -> Tensor:
+        """[R] 0 keeps all."""
         return self._ints("top_k")
 
     @property
     def temperature(self) -> Tensor:
+        """[R] float32; 0 is greedy."""
         return self._floats("temperature")
 
     @property
     def top_p(self) -> Tensor:
+        """[R] float32; 1 keeps all."""
         return self._floats("top_p")
 
     @property
     def min_p(self) -> Tensor:
+        """[R] float32; 0 keeps all."""
         return self._floats("min_p")
 
     def first(self, count: int) -> RowState:
