@@ -19,7 +19,7 @@ class Config(RolloutConfig):
     """Share of the device memory free at that moment that the cache may take when cache_tokens is None."""
     max_running_rows: int = Field(default=1024, ge=1)
     """Responses decoded at the same time; the others wait."""
-    max_prefill_tokens: int = Field(default=16384, ge=1)
+    max_prefill_tokens: int = Field(default=12288, ge=1)
     """Prompt tokens computed in one step; a longer prompt is computed in pieces."""
     prefix_cache: bool = True
     """Keep and share the blocks of equal prompt beginnings until the weights change."""
