@@ -29,16 +29,16 @@ class Echo:
         self.log: list[Any] = []
 
     @dispatch(broadcast)
-    def broadcast(self, value: Any) -> Any:
+    def to_everyone(self, value: Any) -> Any:
         return self.place.rank, value
 
     @dispatch(one_rank)
-    def one_rank(self, value: Any) -> Any:
+    def to_first(self, value: Any) -> Any:
         self.log.append(value)
         return self.place.rank, value
 
     @dispatch(gather)
-    def gather(self, value: Any) -> Any:
+    def of_all(self, value: Any) -> Any:
         return self.place.rank, value
 
     @dispatch(gather)

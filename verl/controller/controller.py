@@ -7,6 +7,7 @@ when its arguments are there. Nothing here depends on the size of what passes be
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from verl.controller.results import Result
 from verl.controller.worker import Command, Create, Invoke
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 DATA_PARALLEL = Layout()
 _Plan = Callable[[], Sequence[Command | None]]
 
@@ -73,6 +75,8 @@ class Controller:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if kind is not None:
+            self._kill()  # what runs is of no use any more
         self.close()
 
     def group(
@@ -151,6 +155,10 @@ class Controller:
         """What stands for an argument, taken as it is now: the caller may change its own afterwards."""
         is_whole = isinstance(value, Whole)
         value = value.value if isinstance(value, Whole) else value
+        inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+        for item in inside:
+            if isinstance(item, Handle):
+                raise item.inside_error()
         return value if isinstance(value, Handle) else self._executor.store(value), is_whole
 
     def _submit(
@@ -178,6 +186,7 @@ class Controller:
 
     def lost(self, error: WorkerError) -> None:
         """A worker is gone: everything ends, with the first such error."""
+        log.error("%s", error)  # at once: a launcher may end this process before the program gets to see it
         self._finish(error)
         self._kill()
 

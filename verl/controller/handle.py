@@ -23,7 +23,11 @@ class Handle:
         return f"<Handle {self._call}: {state}>"
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(f"{self!r} can't be inside another argument: pass it as an argument of its own, or get() it")
+        raise self.inside_error()
+
+    def inside_error(self) -> TypeError:
+        """What to raise where this handle is a part of an argument: nothing would load it there."""
+        return TypeError(f"{self!r} can't be inside another argument: pass it as an argument of its own, or get() it")
 
     @property
     def is_done(self) -> bool:

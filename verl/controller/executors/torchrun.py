@@ -102,8 +102,10 @@ class Torchrun:
         connection.connect(launch.connect().get(key))
         channel = Channel(connection)
         channel.send(launch.rank)
-        threading.Thread(target=_end_after, args=(connection.fileno(),), daemon=True).start()
+        has_served = threading.Event()
+        threading.Thread(target=_end_after, args=(connection.dup(), has_served), daemon=True).start()
         serve(channel)
+        has_served.set()
         return True
 
     @property
@@ -169,11 +171,12 @@ def _is_own(connection: socket.socket) -> bool:
     return bool(user == os.getuid())
 
 
-def _end_after(connection_fd: int) -> None:
-    """End this process when the controller has been gone for a while, whatever the worker is doing."""
+def _end_after(connection: socket.socket, has_served: threading.Event) -> None:
+    """End this process when the controller has been gone for a while and the worker still does something."""
     if sys.platform == "linux":
         poll = select.poll()
-        poll.register(connection_fd, select.POLLRDHUP)
+        poll.register(connection, select.POLLRDHUP)
         poll.poll()
-        time.sleep(_CLOSE_S)
-        os._exit(1)
+        connection.close()
+        if not has_served.wait(_CLOSE_S):
+            os._exit(1)
