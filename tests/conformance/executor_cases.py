@@ -72,7 +72,7 @@ def layouts(controller: Controller, size: int) -> None:
     tensor = controller.group("tensor", Echo, place, Layout(tp_size=2))
     assert tensor.add([1, 2]).get(TIMEOUT_S) == [1, 2]
     assert tensor.logged().get(TIMEOUT_S) == [[[1, 2]], [[1, 2]]]
-    with pytest.raises(ConfigError, match="tp_size=2 times pp_size=2.*multiple of 4"):
+    with pytest.raises(ConfigError, match=r"tp_size=2 times pp_size=2.*multiple of 4"):
         controller.group("both", Echo, place, Layout(tp_size=2, pp_size=2))
 
 
@@ -136,7 +136,7 @@ def some_columns_of_a_batch(controller: Controller, size: int) -> None:
     got = batch.fetch("scores", "response_ids", timeout=TIMEOUT_S)
     assert torch.equal(got["scores"], torch.tensor([0.3, 0.1, 0.2, 0.0]))
     assert got.lengths("response_ids").tolist() == [4, 2, 3, 1] and got.rows == [{}] * 4
-    with pytest.raises(MissingField, match=r"'valus' isn't in the result|'valus' is no column"):
+    with pytest.raises(MissingField, match="'valus' isn't in the result"):
         batch.fetch("valus", timeout=TIMEOUT_S)
 
 
@@ -231,7 +231,9 @@ def a_worker_that_is_killed(controller: Controller, size: int) -> None:
         waiting.get(TIMEOUT_S)
     assert time.monotonic() - start < 15 and caught.value.rank == 1
     if os.environ.get("CASE_EXECUTOR") == "processes":
-        assert "died of SIGKILL (during dies)" in str(caught.value).replace("; its last words:\nlast words of the worker", "")
+        assert "died of SIGKILL (during dies)" in str(caught.value).replace(
+            "; its last words:\nlast words of the worker", ""
+        )
         assert "last words of the worker" in str(caught.value)
     with pytest.raises(WorkerError, match="rank 1"):
         other.seen().get(TIMEOUT_S)

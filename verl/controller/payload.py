@@ -71,15 +71,11 @@ def unpack(index: Index, read: Reader, columns: Sequence[str] | None = None) -> 
 
     The rows of a batch without them are empty mappings. Raises MissingField for a column that isn't there.
     """
+    if columns is not None:
+        check_columns(columns, None if index.kind == "whole" else _named(index))
     if index.kind == "whole":
-        if columns is not None:
-            raise MissingField(f"columns {list(columns)} of a result that has none: a batch or a mapping has columns")
         return _load(index.sections[_ROWS], read)
-    names = list(_named(index) if columns is None else columns)
-    for name in names:
-        if name not in _named(index):
-            raise MissingField(f"column {name!r} isn't in the result{did_you_mean(name, _named(index))}; "
-                               f"it holds {_named(index)}")  # fmt: skip
+    names = _named(index) if columns is None else columns
     if index.kind == "mapping":
         return {name: _load(index.sections[name], read) for name in names}
     from verl.batch import Batch
@@ -88,6 +84,17 @@ def unpack(index: Index, read: Reader, columns: Sequence[str] | None = None) -> 
     for name in names:
         batch.put(name, *_load(index.sections[name], read))
     return batch
+
+
+def check_columns(columns: Sequence[str], present: Sequence[str] | None) -> None:
+    """Raises MissingField for one of ``columns`` that isn't ``present``; None: the value has no columns."""
+    if present is None:
+        raise MissingField(f"columns {list(columns)} of a result that has none: a batch or a mapping has columns")
+    for name in columns:
+        if name not in present:
+            raise MissingField(
+                f"column {name!r} isn't in the result{did_you_mean(name, present)}; it holds {list(present)}"
+            )
 
 
 def _named(index: Index) -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from verl.controller.payload import Index, Reader, unpack
+from verl.controller.payload import Index, Reader, check_columns, unpack
 from verl.controller.rows import is_batch, join_rows, num_rows, shard_bounds, take_rows
 
 
@@ -63,6 +63,8 @@ class Kept(Sliceable):
 
     def load(self, columns: Sequence[str] | None = None) -> Any:
         if columns is not None:
+            is_mapping = isinstance(self.value, dict)
+            check_columns(columns, self.value.names if is_batch(self.value) else [*self.value] if is_mapping else None)
             return _columns(self.value, columns)
         if is_batch(self.value):
             return _columns(self.value, self.value.names, self.value.rows)
