@@ -33,7 +33,7 @@ def environment() -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    """No child process, no named shared memory, no file descriptor is there afterwards that wasn't before."""
+    """No shared memory with a name is there afterwards that wasn't before."""
     before = shared_memory()
     yield
     assert shared_memory() - before == set()

@@ -30,7 +30,7 @@ GRID = Grid(dp_size=2, tp_size=2, pp_size=2)
 
 
 def cut(rule: Rule, *values: Any, grid: Grid = GRID) -> list[Any]:
-    arguments = {i: Argument(Kept(value)) for i, value in enumerate(values)}
+    arguments: dict[str | int, Argument] = {i: Argument(Kept(value)) for i, value in enumerate(values)}
     return [part and [part[i].load() for i in range(len(values))] for part in rule.cut(arguments, grid)]
 
 

@@ -94,7 +94,6 @@ class Controller:
             raise ConfigError(f"name: this controller has a group {name!r} already; give each role a name of its own")
         grid = layout.on(pool.size)
         workers = self._workers(pool)
-        self._names.add(name)
         places = [
             grid.place(
                 rank,
@@ -115,6 +114,7 @@ class Controller:
             self._start_timeout_s,
         )
         creation.wait()
+        self._names.add(name)
         return WorkerGroup(name, rules, grid, lambda *call: self._call(name, grid, workers, *call))
 
     def close(self) -> None:

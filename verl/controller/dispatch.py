@@ -66,7 +66,7 @@ def dispatch(rule: Rule) -> Callable[[_F], _F]:
     """Mark a method as one that a worker group offers, called by ``rule``. Raises ConfigError for what is no rule."""
     if not isinstance(rule, Rule):
         raise ConfigError(
-            f"dispatch(...) takes a rule, such as split_rows, got {rule!r}; in a class, a method of its name hides a rule"
+            f"dispatch(...) takes a rule, such as split_rows, got {rule!r}; in a class, a method of its name hides it"
         )
 
     def mark(method: _F) -> _F:
