@@ -43,6 +43,9 @@ WITHOUT_TEST_FILE = {
     *("rollout/native/runner", "rollout/native/sequence"),
     # through what calls them: tests/models, tests/engines/test_base.py, tests/conformance
     *("models/attention", "engines/masters"),
+    # what every executor does, and what only it does: tests/conformance/test_executors.py
+    *(f"controller/executors/{name}" for name in ("base", "child", "inprocess", "lifeline", "processes", "ray")),
+    *(f"controller/executors/{name}" for name in ("thread", "torchrun")),
     # glue of the loop, through whole runs: tests/trainer, tests/invariants, tests/test_cli.py
     "workers/reference",
     "trainer/run_in_progress",
