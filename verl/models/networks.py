@@ -40,6 +40,11 @@ class Network(Protocol):
     """A module and how to run it on packed rows."""
 
     @property
+    def lm(self) -> CausalLM:
+        """The backbone and head that it runs."""
+        ...
+
+    @property
     def module(self) -> nn.Module:
         """Holds the parameters."""
         ...
