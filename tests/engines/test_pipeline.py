@@ -11,7 +11,7 @@ from tests.tiny import tiny_model
 from verl.common.errors import ConfigError, UnsupportedModel
 from verl.engines.mesh import Mesh, ParallelConfig
 from verl.engines.packing import pack
-from verl.engines.pipeline import Pipeline, split_layers
+from verl.engines.pipeline import Pipeline, Stage, split_layers
 from verl.models.causal_lm import CausalLM
 from verl.models.networks import Network, PackedRows, PolicyNetwork, ValueNetwork
 
@@ -47,10 +47,14 @@ def loss_of(index: int, outputs: Any) -> torch.Tensor:
     return sum((1 + index) * values.square().sum() for values in outputs.values())  # type: ignore[return-value]
 
 
+def pipeline_of(network: Network, mesh: Mesh) -> Pipeline:
+    return Pipeline(network, Stage(network, mesh.pp_rank, mesh.pp_size), mesh, CPU, torch.float32)
+
+
 def differences(network: Network, mesh: Mesh, count: int, output: str = "log_probs") -> dict[str, float]:
     """How far a pipeline's results, gradients and weights are from those of the whole network."""
     whole, rows = copy.deepcopy(network), micro_batches(count)
-    pipeline = Pipeline(network, mesh, CPU, torch.float32)
+    pipeline = pipeline_of(network, mesh)
     expected = [whole(each)[output].detach() for each in rows]
     for index, each in enumerate(rows):
         loss_of(index, whole(each, entropy=True)).backward()
@@ -59,8 +63,6 @@ def differences(network: Network, mesh: Mesh, count: int, output: str = "log_pro
     pipeline.learn(rows, True, loss_of, order.append)
     assert order == list(range(count))
     mine = dict(network.module.named_parameters())
-    if pipeline.tied_parameter is not None:
-        pipeline.add_tied_gradient(mine[pipeline.tied_parameter].grad)
     theirs = dict(whole.module.named_parameters(remove_duplicate=False))
     of_gradients = [(p.grad - theirs[n].grad).abs().max() / theirs[n].grad.abs().max() for n, p in mine.items()]
     full = dict(pipeline.full_tensors((name, p.detach()) for name, p in mine.items()))
@@ -70,7 +72,7 @@ def differences(network: Network, mesh: Mesh, count: int, output: str = "log_pro
         "results": max(float((a - b).abs().max()) for a, b in zip(inferred, expected, strict=True)),
         "gradients": float(torch.stack(of_gradients).max()),
         "held": sum(p.numel() for p in mine.values()) / sum(p.numel() for p in full.values()),
-        "counted": sum(pipeline.is_counted(name) for name in mine),
+        "counted": len(mine.keys() - pipeline.stage.copies),
         "total": len(full),
     }
 
@@ -106,7 +108,7 @@ def test_more_stages_than_micro_batches_and_fewer() -> None:
 def test_no_more_micro_batches_are_held_than_stages_behind() -> None:
     def body(rank: int) -> int:
         network = network_of("llama", {})
-        pipeline = Pipeline(network, Mesh.build(ParallelConfig(pipeline_parallel_size=3), "cpu"), CPU, torch.float32)
+        pipeline = pipeline_of(network, Mesh.build(ParallelConfig(pipeline_parallel_size=3), "cpu"))
         held, most = 0, 0
 
         def count(step: int) -> None:
@@ -123,9 +125,7 @@ def test_no_more_micro_batches_are_held_than_stages_behind() -> None:
 
 def test_what_the_last_stage_knows_reaches_all() -> None:
     def body(rank: int) -> object:
-        pipeline = Pipeline(
-            network_of("llama", {}), Mesh.build(ParallelConfig(pipeline_parallel_size=2), "cpu"), CPU, torch.float32
-        )
+        pipeline = pipeline_of(network_of("llama", {}), Mesh.build(ParallelConfig(pipeline_parallel_size=2), "cpu"))
         return pipeline.from_last({"loss": 0.5} if rank == 1 else None)
 
     assert run_ranks(2, body) == [{"loss": 0.5}, {"loss": 0.5}]

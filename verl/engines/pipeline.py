@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from verl.common.errors import ConfigError, UnsupportedModel
 from verl.engines.mesh import Mesh
@@ -25,26 +26,48 @@ KEY = "pipeline_parallel_size"
 Outputs = Mapping[str, Tensor]
 
 
-class Pipeline:
-    """This rank's stage of ``network``, which is cut in place, and the way to the stages beside it.
+class Stage:
+    """This rank's part of ``network``, which is cut in place, and which stage has which parameter.
 
-    Every rank holds the same weights beforehand. ``dtype`` is that of the hidden states between layers.
+    Every rank holds the same weights beforehand. Comes before weights are sharded, whose names and shapes it keeps.
     Raises UnsupportedModel, by name, for a model whose parts transformers doesn't name, ConfigError naming
     ``pipeline_parallel_size`` for more stages than layers.
     """
 
-    def __init__(self, network: Network, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> None:
-        assert mesh.pp_group is not None, "one stage is no pipeline"
-        self.network, self.device, self.dtype = network, device, dtype
-        self.group, self.stage, self.num_stages = mesh.pp_group, mesh.pp_rank, mesh.pp_size
-        self.last = self.num_stages - 1
-        self.hidden_size = int(network.lm.module.config.get_text_config().hidden_size)
-        runs = split_layers(network, self.num_stages)
+    def __init__(self, network: Network, rank: int, num_stages: int) -> None:
+        self.rank, self.last = rank, num_stages - 1
+        self.module, self.entry = network.module, _Entry()
+        runs = split_layers(network, num_stages)
         self.shapes = {name: parameter.shape for name, parameter in network.module.named_parameters()}
         self.owner = _owners(network, runs)
-        self.tied = _tied_names(network)
-        self.entry = _Entry()
-        _cut(network, runs[self.stage], self.entry)
+        self._tied = _tied_names(network)
+        _cut(network, runs[rank], self.entry)
+
+    @property
+    def tied(self) -> str | None:
+        """Name here of the weight that the first stage has as embedding and the last one as head, if there is one."""
+        names = {0: self._tied[0], self.last: self._tied[1]} if self._tied else {}
+        return names.get(self.rank)
+
+    @property
+    def copies(self) -> frozenset[str]:
+        """Names here of parameters that another stage owns: they count in no norm."""
+        return frozenset(name for name, _ in self.module.named_parameters() if self.owner.get(name) != self.rank)
+
+
+class Pipeline:
+    """Passes over micro-batches through this rank's ``stage`` and those beside it.
+
+    network  the cut network, with whatever techniques were applied to it since
+    dtype    of the hidden states between layers
+    """
+
+    def __init__(self, network: Network, stage: Stage, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> None:
+        assert mesh.pp_group is not None, "one stage is no pipeline"
+        self.network, self.stage, self.device, self.dtype = network, stage, device, dtype
+        self.group, self.rank, self.last = mesh.pp_group, mesh.pp_rank, mesh.pp_size - 1
+        self.hidden_size = int(network.lm.module.config.get_text_config().hidden_size)
+        self.sp_size = mesh.sp_size
         # NCCL wants the whole group in its first call, and what follows goes between pairs
         dist.all_reduce(torch.zeros(1, device=device), group=self.group)
 
@@ -60,11 +83,12 @@ class Pipeline:
         loss_of          on the last stage: index and outputs of a micro-batch to the scalar to differentiate
         before_backward  on every stage: told the index of the micro-batch
 
-        One forward, one backward, after as many forwards as there are stages behind: no more micro-batches than that
+        The gradient of a weight that is embedding and head is summed over both stages. Order: one forward, one
+        backward, after as many forwards as there are stages behind: no more micro-batches than that
         are held at once. Source: Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1.
         """
         total = len(micro_batches)
-        ahead = min(self.last - self.stage, total)
+        ahead = min(self.last - self.rank, total)
         flights: dict[int, tuple[Tensor | None, Tensor]] = {}
 
         def forward(index: int, received: Tensor | None) -> Tensor:
@@ -79,7 +103,7 @@ class Pipeline:
             torch.autograd.backward(result, gradient)
             return None if received is None else received.grad
 
-        following, previous = self.stage + 1, self.stage - 1
+        following, previous = self.rank + 1, self.rank - 1
         for index in range(ahead):
             hidden = forward(index, self._swap(previous, None, micro_batches[index]))
             self._swap(following, hidden, None)
@@ -93,6 +117,8 @@ class Pipeline:
         for index in range(total - ahead, total):
             gradient = backward(index, self._swap(following, None, micro_batches[index]))
             self._swap(previous, gradient, None)
+        if total and self.stage.tied is not None:
+            self._add_tied_gradient(self.stage.tied)
 
     @torch.no_grad()
     def infer(self, micro_batches: Sequence[PackedRows], output: str) -> list[Tensor]:
@@ -101,9 +127,9 @@ class Pipeline:
         found = torch.empty(sum(lengths), device=self.device)
         pieces = list(found.split(lengths)) if lengths else []
         for rows, piece in zip(micro_batches, pieces, strict=True):
-            outputs = self._forward(rows, self._swap(self.stage - 1, None, rows), entropy=False)
+            outputs = self._forward(rows, self._swap(self.rank - 1, None, rows), entropy=False)
             if isinstance(outputs, Tensor):
-                self._swap(self.stage + 1, outputs, None)
+                self._swap(self.rank + 1, outputs, None)
             else:
                 piece.copy_(outputs[output])
         dist.broadcast(found, group=self.group, group_src=self.last)
@@ -115,49 +141,31 @@ class Pipeline:
         dist.broadcast_object_list(things, group=self.group, group_src=self.last)
         return things[0]
 
-    @property
-    def tied_parameter(self) -> str | None:
-        """Name on this stage of the weight that the first stage has as embedding and the last one as head."""
-        names = {0: self.tied[0], self.last: self.tied[1]} if self.tied else {}
-        return names.get(self.stage)
-
-    @torch.no_grad()
-    def add_tied_gradient(self, gradient: Tensor) -> None:
-        """Add the other stage's gradient of ``tied_parameter`` in place; the stages that have none don't call it.
-
-        Both add the same two numbers, so that the two copies stay equal to the last bit.
-        """
-        other = torch.empty_like(gradient)
-        self._run(self.last - self.stage, gradient, other)
-        gradient.add_(other)
-
-    def is_counted(self, name: str) -> bool:
-        """Whether parameter ``name`` counts in norms here: False for the second copy of a tied weight."""
-        return self.owner.get(name) == self.stage
-
     @torch.no_grad()
     def full_tensors(self, own: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The parameters of all stages, one at a time, in the network's own order, on every stage.
 
         own  name and full tensor of this stage's, in the order of its module, all in ``dtype``
         """
-        held = ((name, tensor) for name, tensor in own if self.is_counted(name))
-        for name, shape in self.shapes.items():
-            owner = self.owner[name]
-            tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
-            if owner == self.stage:
+        copies = self.stage.copies
+        held = ((name, tensor) for name, tensor in own if name not in copies)
+        for name, shape in self.stage.shapes.items():
+            owner = self.stage.owner[name]
+            if owner == self.rank:
                 own_name, tensor = next(held)
-                assert own_name == name
-            tensor = tensor.contiguous()
+                assert own_name == name, f"{own_name} came, {name} was due"
+                tensor = tensor.to(self.device).contiguous()
+            else:
+                tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
             dist.broadcast(tensor, group=self.group, group_src=owner)
             yield name, tensor
 
     def _forward(self, rows: PackedRows, received: Tensor | None, entropy: bool) -> Tensor | Outputs:
         """Outputs on the last stage, hidden states [N, C] on others."""
-        self.entry.hidden = None if received is None else received[None]
-        if self.stage == self.last:
+        self.stage.entry.hidden = None if received is None else received[None]
+        if self.rank == self.last:
             return self.network(rows, entropy)
-        hidden = self.network.lm.hidden(rows.input_ids, rows.position_ids, rows.attention)
+        hidden = self.network.hidden(rows)
         assert hidden.dtype == self.dtype, f"hidden states are {hidden.dtype}, not {self.dtype}"
         return hidden
 
@@ -166,13 +174,25 @@ class Pipeline:
 
         At once, because two stages that send first would wait for each other.
         """
-        if not 0 <= stage < self.num_stages:
+        if not 0 <= stage <= self.last:
             return None
         received = None
         if rows is not None:
-            received = torch.empty(len(rows.input_ids), self.hidden_size, dtype=self.dtype, device=self.device)
+            tokens = -(-len(rows.input_ids) // self.sp_size)  # a rank of a sequence has its share of them
+            received = torch.empty(tokens, self.hidden_size, dtype=self.dtype, device=self.device)
         self._run(stage, sent, received)
         return received if received is None or not torch.is_grad_enabled() else received.requires_grad_()
+
+    @torch.no_grad()
+    def _add_tied_gradient(self, name: str) -> None:
+        """Both stages add the same two numbers, so that the two copies stay equal to the last bit."""
+        gradient = self.network.module.get_parameter(name).grad
+        assert gradient is not None
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        own = local.to(self.device)  # gradients of offloaded weights lie elsewhere
+        other = torch.empty_like(own)
+        self._run(self.last - self.rank, own, other)
+        local.add_(other.to(local.device))
 
     def _run(self, stage: int, sent: Tensor | None, received: Tensor | None) -> None:
         operations = []
