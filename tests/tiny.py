@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -32,14 +33,16 @@ FAMILIES: dict[str, dict[str, object]] = {
 }  # fmt: skip
 
 
-def tiny_model(family: str, seed: int = 0, std: float = 0.3) -> PreTrainedModel:
-    """A float32 causal language model of ``family`` in eval mode.
+def tiny_model(
+    family: str, seed: int = 0, std: float = 0.3, shape: Mapping[str, object] | None = None
+) -> PreTrainedModel:
+    """A float32 causal language model of ``family`` in eval mode; ``shape`` overrides keys of its configuration.
 
     Weights have std 0.3, not 0.02: near-uniform outputs would hide faults.
     """
+    keys = {"tie_word_embeddings": False, **FAMILIES[family], **(shape or {})}
     config = AutoConfig.for_model(
-        family, vocab_size=VOCAB, pad_token_id=0, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False,
-        **FAMILIES[family],
+        family, vocab_size=VOCAB, pad_token_id=0, bos_token_id=1, eos_token_id=2, **keys
     )  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
     # eager is the definition: SDPA leaves out Gemma 2's soft-cap in transformers 5.17

@@ -1,16 +1,18 @@
 """A role's forward passes and optimizer steps over packed micro-batches.
 
-A batch comes in; one number a response token, or metrics of an update, go out. The micro-batch loop stands here once.
-A loss gives a sum and a count; only this file divides, once, by the count over all micro-batches, so cutting
-a batch differently changes nothing. It knows nothing of rewards, advantages or generation.
+A batch comes in; one number a response token, or metrics of an update, go out. A loss gives a sum and a count; only
+this file divides, once, by the count over all micro-batches and ranks, so cutting a batch differently changes nothing.
+It knows nothing of rewards, advantages or generation.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -18,82 +20,142 @@ from verl.algorithms.base import Loss
 from verl.batch import FIELDS, Batch, pad_rows
 from verl.common.errors import ConfigError
 from verl.engines.config import EngineConfig, TrainedConfig
-from verl.engines.masters import Masters
-from verl.engines.packing import cut_by_tokens, pack, row_lengths
+from verl.engines.fsdp import full_tensor
+from verl.engines.mesh import Mesh
+from verl.engines.offload import MomentsOnCPU
+from verl.engines.packing import cut_by_tokens, cut_into, pack, row_lengths
+from verl.engines.parallel import parallelize
+from verl.engines.passes import OneStage
 from verl.models.networks import Network
-from verl.observe.metrics import MetricSums
+from verl.observe.metrics import MetricSums, merged_over_ranks
 
 LossFunction = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Loss]
 """(network outputs, batch columns), all padded to [B, R] -> Loss."""
 
 
 class Engine:
-    """Runs ``network`` forward only."""
+    """Runs ``network`` forward only, over the ranks of ``mesh``.
 
-    def __init__(self, network: Network, config: EngineConfig, device: torch.device) -> None:
-        self.network, self.config, self.device = network, config, device
+    Every rank is given a network with the same weights, and in each call the rows of its data-parallel rank: any
+    number of them, none too. Every rank must make the same calls in the same order.
+    """
 
-    @torch.no_grad()
+    is_trained = False
+
+    def __init__(
+        self,
+        network: Network,
+        config: EngineConfig,
+        device: torch.device,
+        label: str = "reference",
+        mesh: Mesh | None = None,
+    ) -> None:
+        self.config, self.device, self.label = config, device, label
+        self.mesh = mesh or Mesh.single()
+        self.dtype = next(network.module.parameters()).dtype
+        self.network, weights = parallelize(network, config, self.mesh, device, label, is_trained=self.is_trained)
+        self.passes = OneStage(self.network)
+        if weights is not None:
+            self.masters = weights
+
     def infer(self, batch: Batch, output: str) -> Tensor:
         """The network's ``output`` for each response token: [N] float32 on the CPU, in the batch's order."""
         self.network.module.eval()
         pieces: list[Tensor] = [torch.empty(0)] * len(batch)
-        for index in self._cut(batch):
-            part = batch.select(index)
-            values = self.network(pack(part, self.device))[output].float().cpu()
-            for row, piece in zip(index, values.split(part.lengths("response_ids").tolist()), strict=True):
+        cut = self._cut(batch)
+        parts = [batch.select(index) for index in cut]
+        found = self.passes.infer([pack(part, self.device) for part in parts], output)
+        for index, part, values in zip(cut, parts, found, strict=True):
+            for row, piece in zip(index, values.cpu().split(part.lengths("response_ids").tolist()), strict=True):
                 pieces[row] = piece
         return torch.cat(pieces) if pieces else torch.empty(0)
 
+    def named_full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter by the module's own name, whole, in the compute type, one at a time, on every rank.
+
+        Every rank must go through all of them. They may be the parameters themselves: copy what is to be kept.
+        """
+        own = ((name, full_tensor(p, self.dtype)) for name, p in self.network.module.named_parameters())
+        yield from self.passes.full_tensors(own)
+
     def _cut(self, batch: Batch) -> list[list[int]]:
-        return cut_by_tokens(row_lengths(batch).tolist(), self.config.max_tokens_per_micro_batch)
+        """Rows of each micro-batch: as many on every data-parallel rank as the one with the most needs."""
+        lengths = row_lengths(batch).tolist() if len(batch) else []
+        bins = cut_by_tokens(lengths, self.config.max_tokens_per_micro_batch * self.mesh.sp_size)
+        count = torch.tensor(len(bins), device=self.device)
+        if self.mesh.dp_size > 1:
+            dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.mesh.dp_group)
+        return cut_into(bins, lengths, int(count))
 
 
 class TrainingEngine(Engine):
     """An engine that also learns: AdamW on float32 masters."""
 
-    def __init__(self, network: Network, config: TrainedConfig, device: torch.device, label: str) -> None:
-        super().__init__(network, config, device)
-        self.optim_config, self.label = config.optim, label
-        self.masters = Masters(network.module)
+    is_trained = True
+    config: TrainedConfig
+
+    def __init__(
+        self, network: Network, config: TrainedConfig, device: torch.device, label: str, mesh: Mesh | None = None
+    ) -> None:
+        super().__init__(network, config, device, label, mesh)
+        self.optim_config = config.optim
+        parameters = list(self.masters.masters.items())
         self.optimizer = torch.optim.AdamW(
-            list(self.masters.masters.items()),
+            parameters,
             lr=config.optim.lr,
             betas=(config.optim.beta1, config.optim.beta2),
             weight_decay=config.optim.weight_decay,
-            fused=device.type == "cuda",
+            fused=all(p.is_cuda for _, p in parameters),
         )
+        self._moments = MomentsOnCPU(self.optimizer) if config.offload_optimizer else nullcontext()
         self.has_unsynced_update = False
         if config.gradient_checkpointing:
             _enable_gradient_checkpointing(network, label)
 
     def update(self, batch: Batch, loss_function: LossFunction, *, lr: float, entropy: bool = False) -> MetricSums:
-        """One optimizer step over all rows of ``batch``.
+        """One optimizer step over all rows of ``batch``, those of the other data-parallel ranks included.
 
         lr       learning rate of this step
         entropy  whether the loss needs the entropy's gradient
-        Returns the loss's metrics and `<label>/grad_norm`, `<label>/skipped_updates`, `<label>/lr`. An update whose
-        gradient isn't finite is skipped and counted; one without a token to learn from changes nothing.
+        Returns the loss's metrics and `<label>/grad_norm`, `<label>/skipped_updates`, `<label>/lr`, on every rank those
+        of all ranks. An update whose gradient isn't finite is skipped and counted; one without a token to learn from
+        changes nothing.
         """
         self._prepare_module()
-        metrics = MetricSums()
-        total, tokens = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
-        for part in self._micro_batches(batch):
-            outputs = _padded(self.network(pack(part, self.device), entropy), part)
-            columns = _columns(part, self.device)
-            loss = loss_function(outputs, columns)
-            if loss.sum.requires_grad:
-                loss.sum.backward()
-            total = total + loss.count
-            tokens = tokens + columns["response_mask"].sum()
-            metrics.update(loss.metrics)
-        has_tokens = bool(tokens)  # a count of 0 is no sign: a plain sum has none
-        grad_norm, is_applied = self._step(float(Loss.divisor(total)), lr) if has_tokens else (0.0, True)
+        tally = _Tally(self.device)
+        parts = [batch.select(index) for index in self._cut(batch)]
+
+        def loss_of(index: int, outputs: Mapping[str, Tensor]) -> Tensor:
+            if not len(parts[index]):
+                return _anchor(outputs)
+            columns = _columns(parts[index], self.device)
+            loss = loss_function(_padded(outputs, parts[index]), columns)
+            tally.add(loss, columns["response_mask"])
+            # without a gradient of its own it takes a zero one: other ranks wait for this one's backward pass
+            return loss.sum if loss.sum.requires_grad else _anchor(outputs)
+
+        self.passes.learn(
+            [pack(part, self.device) for part in parts],
+            entropy,
+            loss_of,
+            lambda index: self.masters.expect_backward(is_last=index == len(parts) - 1),
+        )
+        metrics, count, tokens = self._of_all_ranks(tally)
+        # a count of 0 is no sign of no tokens: a plain sum has none
+        grad_norm, is_applied = self._step(float(Loss.divisor(count)), lr) if tokens else (0.0, True)
         self.optimizer.zero_grad()
         metrics.add_mean(f"{self.label}/grad_norm", grad_norm, 1)
         metrics.add_mean(f"{self.label}/lr", lr, 1)
         metrics.add_sum(f"{self.label}/skipped_updates/sum", float(not is_applied))
         return metrics
+
+    def _of_all_ranks(self, tally: _Tally) -> tuple[MetricSums, Tensor, float]:
+        """Metrics, count and number of tokens over all data-parallel ranks."""
+        if self.mesh.dp_size > 1:
+            dist.all_reduce(tally.sums, group=self.mesh.dp_group)
+            tally.metrics = merged_over_ranks(tally.metrics, self.mesh.dp_group)
+        count, tokens = tally.sums
+        return tally.metrics, count, float(tokens)
 
     def _prepare_module(self) -> None:
         """Evaluation mode, as the sampler's: what a model does in training mode only makes it another policy.
@@ -105,16 +167,11 @@ class TrainingEngine(Engine):
             for part in self.network.module.modules():
                 part.training = bool(getattr(part, "gradient_checkpointing", False))
 
-    def _micro_batches(self, batch: Batch) -> Iterator[Batch]:
-        for index in self._cut(batch):
-            yield batch.select(index)
-
     def _step(self, divisor: float, lr: float) -> tuple[float, bool]:
         """Divide the gradient, clip, apply. Returns the norm before clipping and whether the update was applied."""
         gradients = self.masters.gradients()
         torch._foreach_div_(gradients, divisor)
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-        grad_norm = float(norm)
+        grad_norm = float(self.masters.grad_norm())
         is_finite = math.isfinite(grad_norm)
         if is_finite:
             limit = self.optim_config.max_grad_norm
@@ -122,10 +179,28 @@ class TrainingEngine(Engine):
                 torch._foreach_mul_(gradients, limit / grad_norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            self.optimizer.step()
+            with self._moments:
+                self.optimizer.step()
             self.masters.publish()
             self.has_unsynced_update = True
         return grad_norm, is_finite
+
+
+class _Tally:
+    """What the losses of an update's micro-batches add up to: metrics, and [2] the count and the response tokens."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.metrics = MetricSums()
+        self.sums = torch.zeros(2, device=device)
+
+    def add(self, loss: Loss, response_mask: Tensor) -> None:
+        self.sums = self.sums + torch.stack([loss.count.to(self.sums), response_mask.sum().to(self.sums)])
+        self.metrics.update(loss.metrics)
+
+
+def _anchor(outputs: Mapping[str, Tensor]) -> Tensor:
+    """Zero, with a zero gradient to whatever gave the outputs."""
+    return torch.stack([values.sum() for values in outputs.values() if values.requires_grad]).sum() * 0.0
 
 
 def _columns(part: Batch, device: torch.device) -> dict[str, Tensor]:

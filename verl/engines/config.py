@@ -48,6 +48,12 @@ class EngineConfig(Section):
     """Packed tokens (prompt and response) of one forward pass. Changes memory and speed, never results."""
     gradient_checkpointing: bool = False
     """Keep only layer inputs for the backward pass and compute the rest again: less memory, a third more compute."""
+    reshard_after_forward: bool = True
+    """Over several ranks: free a layer's gathered weights after its forward pass. False keeps them until the backward
+    pass is done and reduces gradients once an update: less communication, more memory."""
+    offload_parameters: bool = False
+    """Over several ranks: weights, gradients and moments lie in CPU memory; a layer's weights visit the GPU when it
+    runs, and the optimizer runs on the CPU."""
 
 
 class TrainedConfig(EngineConfig):
@@ -55,6 +61,8 @@ class TrainedConfig(EngineConfig):
 
     optim: OptimConfig = OptimConfig()
     """The optimizer."""
+    offload_optimizer: bool = False
+    """AdamW's moments lie in CPU memory between updates: 8 bytes a parameter freed for the rollout."""
     epochs_per_step: int = Field(1, ge=1)
     """Passes over each step's responses."""
     mini_batches_per_epoch: int = Field(1, ge=1)

@@ -29,9 +29,17 @@ class Masters:
         """The masters that aren't the parameter itself: what a checkpoint must hold besides the model."""
         return {name: m.data for name, m in self.masters.items() if m is not self.parameters[name]}
 
+    def expect_backward(self, is_last: bool) -> None:
+        """Announce a backward pass: of no interest where gradients are whole at once."""
+
     def gradients(self) -> list[Tensor]:
         """The float32 gradients that exist."""
         return [m.grad for m in self.masters.values() if m.grad is not None]
+
+    def grad_norm(self) -> Tensor:
+        """2-norm over all parameters."""
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(self.gradients())))
+        return norm
 
     @torch.no_grad()
     def publish(self) -> None:

@@ -15,25 +15,73 @@ from verl.batch import Batch
 from verl.models.attention import PackedAttention
 from verl.models.networks import PackedRows
 
+EVEN_COST_TOKENS = 32768
+"""Row length at which attention costs as much as the matrices: 12 times the hidden size, here that of a 3B model."""
+
+
+def workload(length: int) -> float:
+    """What a row of ``length`` tokens costs, in tokens of a short row: attention grows with the square."""
+    return length * (1 + length / EVEN_COST_TOKENS)
+
 
 def cut_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Row indices of each micro-batch: at most ``budget`` tokens together, a longer row alone.
 
-    Longest first into the emptiest of as few bins as first-fit-decreasing needs: near-equal micro-batches.
+    Longest first into the least laden of as few bins as first-fit-decreasing needs: near-equal micro-batches.
     """
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     bins: list[list[int]] = []
-    loads: list[int] = []
-    for row in order:
-        fits = [b for b, load in enumerate(loads) if load + lengths[row] <= budget]
-        if fits:
-            best = min(fits, key=lambda b: loads[b])
-            bins[best].append(row)
-            loads[best] += lengths[row]
-        else:
-            bins.append([row])
-            loads.append(lengths[row])
+    tokens: list[int] = []
+    loads: list[float] = []
+    for row in _longest_first(lengths):
+        fits = [b for b, load in enumerate(tokens) if load + lengths[row] <= budget]
+        if not fits:
+            fits = [len(bins)]
+            bins.append([])
+            tokens.append(0)
+            loads.append(0.0)
+        best = min(fits, key=lambda b: loads[b])
+        bins[best].append(row)
+        tokens[best] += lengths[row]
+        loads[best] += workload(lengths[row])
     return [sorted(rows) for rows in bins]
+
+
+def cut_into(bins: Sequence[Sequence[int]], lengths: Sequence[int], count: int) -> list[list[int]]:
+    """``bins`` of ``cut_by_tokens`` as ``count`` bins, no fewer than there are: the heaviest are halved, and where no
+    bin has two rows left the rest are empty. So ranks with unequal rows make equally many passes."""
+    assert count >= len(bins)
+    cut = [list(rows) for rows in bins]
+    while len(cut) < count:
+        heavy = max(
+            (b for b, rows in enumerate(cut) if len(rows) > 1),
+            key=lambda b: sum(workload(lengths[row]) for row in cut[b]),
+            default=None,
+        )
+        if heavy is None:
+            return cut + [[] for _ in range(count - len(cut))]
+        rows = cut.pop(heavy)
+        halves = balanced_shards([lengths[row] for row in rows], 2)
+        cut += [[rows[i] for i in half] for half in halves]
+    return cut
+
+
+def balanced_shards(lengths: Sequence[int], count: int) -> list[list[int]]:
+    """Row indices of each of ``count`` ranks, in rising order: row counts differ by one at most, workloads by little.
+
+    Longest first to the least laden rank with room; numbers that come back are put in order by these indices.
+    """
+    shards: list[list[int]] = [[] for _ in range(count)]
+    loads = [0.0] * count
+    for place, row in enumerate(_longest_first(lengths)):
+        room = place // count  # each rank gets one row before any gets another
+        best = min((s for s in range(count) if len(shards[s]) == room), key=lambda s: loads[s])
+        shards[best].append(row)
+        loads[best] += workload(lengths[row])
+    return [sorted(rows) for rows in shards]
+
+
+def _longest_first(lengths: Sequence[int]) -> list[int]:
+    return sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
 
 
 def row_lengths(batch: Batch) -> Tensor:
@@ -42,7 +90,12 @@ def row_lengths(batch: Batch) -> Tensor:
 
 
 def pack(batch: Batch, device: torch.device) -> PackedRows:
-    """Lay the rows end to end. The token before a response token predicts it: every prompt has at least one token."""
+    """Lay the rows end to end; no rows make one token that predicts nothing, so that every rank can run a pass.
+
+    The token before a response token predicts it: every prompt has at least one token.
+    """
+    if not len(batch):
+        return _idle(device)
     prompts, responses = batch.lengths("prompt_ids"), batch.lengths("response_ids")
     assert bool((prompts > 0).all()), "a prompt without tokens has nothing to predict from"
     total = prompts + responses
@@ -60,3 +113,8 @@ def pack(batch: Batch, device: torch.device) -> PackedRows:
         predict_at=(is_response.nonzero()[:, 0] - 1).to(device, non_blocking=True),
         targets=batch["response_ids"].to(device, non_blocking=True),
     )
+
+
+def _idle(device: torch.device) -> PackedRows:
+    one, none = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(0, dtype=torch.int64, device=device)
+    return PackedRows(one, one, PackedAttention(torch.ones(1, dtype=torch.int64), device), none, none)

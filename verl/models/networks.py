@@ -40,12 +40,21 @@ class Network(Protocol):
     """A module and how to run it on packed rows."""
 
     @property
+    def lm(self) -> CausalLM:
+        """The backbone and head that it runs."""
+        ...
+
+    @property
     def module(self) -> nn.Module:
         """Holds the parameters."""
         ...
 
     def __call__(self, rows: PackedRows, entropy: bool = False) -> dict[str, Tensor]:
         """Named outputs, each [M] float32."""
+        ...
+
+    def hidden(self, rows: PackedRows) -> Tensor:
+        """What the backbone gives, [N, C]."""
         ...
 
 
@@ -60,9 +69,12 @@ class PolicyNetwork:
         self.module: nn.Module = lm.module
 
     def __call__(self, rows: PackedRows, entropy: bool = False) -> dict[str, Tensor]:
-        hidden = self.lm.hidden(rows.input_ids, rows.position_ids, rows.attention)[rows.predict_at]
+        hidden = self.hidden(rows)[rows.predict_at]
         log_probs, entropies = log_probs_and_entropy(self.lm, hidden, rows.targets, self.temperature, entropy)
         return {"log_probs": log_probs, "entropy": entropies}
+
+    def hidden(self, rows: PackedRows) -> Tensor:
+        return self.lm.hidden(rows.input_ids, rows.position_ids, rows.attention)
 
 
 class ValueNetwork:
@@ -73,8 +85,11 @@ class ValueNetwork:
         self.module = ValueModule(self.lm.backbone, module.config.get_text_config().hidden_size)
 
     def __call__(self, rows: PackedRows, entropy: bool = False) -> dict[str, Tensor]:
-        hidden = self.lm.hidden(rows.input_ids, rows.position_ids, rows.attention)[rows.predict_at]
+        hidden = self.hidden(rows)[rows.predict_at]
         return {"values": self.module.value_head(hidden)[:, 0].float()}
+
+    def hidden(self, rows: PackedRows) -> Tensor:
+        return self.lm.hidden(rows.input_ids, rows.position_ids, rows.attention)
 
 
 class ValueModule(nn.Module):

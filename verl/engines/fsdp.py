@@ -1,0 +1,166 @@
+"""Fully sharded parameters: each rank of the mesh's "dp_sp" axis keeps a slice of every weight, gradient and moment.
+
+In comes a network with all its weights, out goes the same network, whose layers gather their weights when they run and
+hand each rank the sum of its slice's gradients. Trained weights are float32 slices, gathered in the compute type; a
+module that only infers keeps its own type. Gradients are added in float32 and never divided here. It knows nothing of
+losses, batches or optimizers.
+
+Source: PyTorch FSDP2 (``torch.distributed.fsdp.fully_shard``); Zhao et al. 2023, arXiv:2304.11277.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from verl.engines.config import EngineConfig
+from verl.engines.mesh import SHARDING_AXIS, Mesh
+from verl.models.networks import Network, PackedRows
+
+T = TypeVar("T")
+
+
+class ShardedNetwork:
+    """``network`` with every decoder layer a unit of its own, and all else (embedding, norm, heads) one more.
+
+    The last unit's forward is the whole network's: a head that is called by itself, or tied to the embedding, finds
+    its weight gathered from the first token in to the last gradient out.
+    """
+
+    def __init__(self, network: Network, mesh: Mesh, config: EngineConfig, *, is_trained: bool) -> None:
+        self.module = network.module
+        self.lm = network.lm
+        self.dtype = next(self.module.parameters()).dtype
+        self._network, self._root = network, _Whole(network.module)
+        for unit in (*_layers(self.lm.backbone), self._root):
+            if is_trained:
+                _to_float32(unit)
+            fully_shard(
+                unit,
+                mesh=mesh.axis(SHARDING_AXIS),
+                reshard_after_forward=config.reshard_after_forward,
+                mp_policy=MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32),
+                offload_policy=_offload_policy(mesh) if config.offload_parameters else OffloadPolicy(),
+            )
+        for sharded in self._units():
+            sharded.set_gradient_divide_factor(1.0)  # sums stay sums
+            sharded.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
+        self._reduces_once = not config.reshard_after_forward
+
+    def __call__(self, rows: PackedRows, entropy: bool = False) -> dict[str, Tensor]:
+        return self._run(lambda: self._network(rows, entropy))
+
+    def _run(self, forward: Callable[[], T]) -> T:
+        outputs: T = self._root(forward)
+        if not torch.is_grad_enabled():  # no backward pass will free them, and the next step would find them stale
+            for unit in self._units():
+                unit.reshard()
+        return outputs
+
+    def hidden(self, rows: PackedRows) -> Tensor:
+        """Hidden states [N, C] of the layers that are here, for the next stage of a pipeline."""
+        return self._run(lambda: self.lm.hidden(rows.input_ids, rows.position_ids, rows.attention))
+
+    def expect_backward(self, is_last: bool) -> None:
+        """Whether the coming backward pass is the update's last. Gradients of whole layers wait for it where whole
+        layers stay gathered anyway: one reduction an update instead of one a micro-batch."""
+        if self._reduces_once and isinstance(self._root, FSDPModule):
+            self._root.set_requires_gradient_sync(is_last)
+
+    def _units(self) -> Iterator[FSDPModule]:
+        return (part for part in self._root.modules() if isinstance(part, FSDPModule))
+
+
+class _Whole(nn.Module):
+    """A module's forward that is whatever it is given, so that all which a network calls lies within it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, run: Callable[[], Any]) -> Any:
+        return run()
+
+
+class Shards:
+    """The float32 slices of a sharded network's trainable parameters, by parameter name: what the optimizer sees."""
+
+    def __init__(self, network: ShardedNetwork, mesh: Mesh, device: torch.device) -> None:
+        self.network, self.mesh, self.device = network, mesh, device
+        self.masters: dict[str, nn.Parameter] = {
+            name: p for name, p in network.module.named_parameters() if p.requires_grad
+        }
+
+    @property
+    def separate(self) -> dict[str, Tensor]:
+        """None: each slice is its own master."""
+        return {}
+
+    def expect_backward(self, is_last: bool) -> None:
+        """Announce a backward pass; gradients are complete after the last one."""
+        self.network.expect_backward(is_last)
+
+    def gradients(self) -> list[Tensor]:
+        """This rank's slices of the gradients that exist, to be changed in place."""
+        return [_local(m.grad) for m in self.masters.values() if m.grad is not None]
+
+    def grad_norm(self) -> Tensor:
+        """2-norm over all parameters, the same on every rank. A slice that several ranks hold counts once."""
+        squares = torch.zeros((), device=self.device)
+        for master in self.masters.values():
+            if master.grad is not None:
+                square = torch.linalg.vector_norm(_local(master.grad)).square()
+                squares += square.to(self.device) / self._holders(master)
+        for axis in (SHARDING_AXIS, "tp", "pp"):
+            if self.mesh.size(axis) > 1:
+                dist.all_reduce(squares, group=self.mesh.group(axis))
+        return squares.sqrt()
+
+    def publish(self) -> None:
+        """Nothing to do: the next forward pass gathers the new slices."""
+
+    def adopt(self) -> None:
+        """Nothing to do: weights that are loaded are the masters."""
+
+    def _holders(self, parameter: Tensor) -> int:
+        """Ranks that hold the same slice of ``parameter``."""
+        assert isinstance(parameter, DTensor)
+        names = parameter.device_mesh.mesh_dim_names or ()
+        cut = {name for name, placement in zip(names, parameter.placements, strict=True) if placement.is_shard()}
+        return math.prod(self.mesh.size(axis) for axis in (SHARDING_AXIS, "tp") if axis not in cut)
+
+
+def full_tensor(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """``parameter`` whole and in ``dtype``; every rank that holds a part of it must call this."""
+    detached = parameter.detach().to(dtype)
+    return detached.full_tensor() if isinstance(detached, DTensor) else detached
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _layers(backbone: nn.Module) -> list[nn.Module]:
+    """The decoder layers that are here: a pipeline stage has stand-ins for the others."""
+    lists = [child for child in backbone.children() if isinstance(child, nn.ModuleList)]
+    return [layer for layers in lists for layer in layers if next(layer.parameters(), None) is not None]
+
+
+@torch.no_grad()
+def _to_float32(unit: nn.Module) -> None:
+    """One unit at a time, so that a whole float32 copy of the model never exists."""
+    for parameter in unit.parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            parameter.data = parameter.data.float()
+
+
+def _offload_policy(mesh: Mesh) -> CPUOffloadPolicy:
+    assert mesh.device_mesh is not None
+    return CPUOffloadPolicy(pin_memory=mesh.device_mesh.device_type == "cuda")

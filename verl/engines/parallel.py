@@ -1,0 +1,39 @@
+"""A network on a mesh: the techniques that the mesh asks for, applied in their order.
+
+Tensor parallel cuts the matrices, FSDP shards what is left of them, sequence parallel splits the tokens that come in.
+One rank gets the network as it is.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from verl.common.errors import ConfigError
+from verl.engines.config import EngineConfig
+from verl.engines.fsdp import ShardedNetwork, Shards
+from verl.engines.masters import Masters
+from verl.engines.mesh import Mesh
+from verl.engines.sequence import SequenceParallelNetwork
+from verl.engines.tensor import apply_tensor_parallel
+from verl.models.networks import Network
+
+
+def parallelize(
+    network: Network, config: EngineConfig, mesh: Mesh, device: torch.device, label: str, *, is_trained: bool
+) -> tuple[Network, Masters | Shards | None]:
+    """``network`` over the ranks of ``mesh``, its module changed in place, and its float32 weights if it is trained.
+
+    Every rank holds the same weights beforehand. ``label`` is the role, for messages.
+    Raises ConfigError naming the key that can't be, UnsupportedModel for a model that can't be cut.
+    """
+    if mesh.device_mesh is None:
+        if config.offload_parameters:
+            raise ConfigError(
+                f"{label}.offload_parameters=true needs several ranks, whose slices can lie in CPU memory, and there "
+                f"is one: set it to false{' (offload_optimizer works on one)' if is_trained else ''}"
+            )
+        return network, Masters(network.module) if is_trained else None
+    apply_tensor_parallel(network.lm, mesh)
+    sharded = ShardedNetwork(network, mesh, config, is_trained=is_trained)
+    shards = Shards(sharded, mesh, device) if is_trained else None
+    return SequenceParallelNetwork(sharded, mesh) if mesh.sp_size > 1 else sharded, shards
