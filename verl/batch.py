@@ -9,7 +9,7 @@ Shape letters: B rows, R response tokens of the longest row, N tokens of all row
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Literal
@@ -145,6 +145,13 @@ class Batch:
             raise ShapeError(f"column {name!r} is one value a row; write it with put")
         lengths = self.lengths(f"{_field(name).shape}_ids")
         self.put(name, unpad_rows(padded, lengths), lengths)
+
+    def columns(self, names: Iterable[str] | None = None) -> Batch:
+        """The same rows with these columns only (None: all) and without their mappings: what a worker needs of them."""
+        part = Batch([{}] * len(self))
+        for name in self.names if names is None else names:
+            part._columns.set(name, self._column(name))
+        return part
 
     def select(self, index: Sequence[int] | Tensor) -> Batch:
         """The rows at ``index``, in that order; a boolean mask [B] keeps the rows where it is True."""

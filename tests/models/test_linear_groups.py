@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.tiny import tiny_model
+from verl.engines.checkpoint_parts import save_model
 from verl.models.linear_groups import LinearGroup, shared_inputs
-from verl.trainer.checkpoint_parts import save_model
 
 
 class Three(nn.Module):

@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.tiny import tiny_folder, tiny_model, word_tokenizer
 from verl.common.errors import CheckpointError, ConfigError
+from verl.engines.checkpoint_parts import save_model
 from verl.trainer.checkpoint import CheckpointStore
-from verl.trainer.checkpoint_parts import save_model
 from verl.trainer.export import export_checkpoint
 
 

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from verl.controller.controller import Controller, run
-from verl.controller.dispatch import Rule, broadcast, dispatch, gather, last_stage, one_rank, split_gather, split_rows
+from verl.controller.dispatch import (
+    Rule,
+    broadcast,
+    dispatch,
+    gather,
+    last_stage,
+    one_rank,
+    split_first,
+    split_gather,
+    split_rows,
+)
 from verl.controller.dispatch import whole as whole
 from verl.controller.group import WorkerGroup
 from verl.controller.handle import Handle
@@ -26,6 +36,7 @@ __all__ = [
     "last_stage",
     "one_rank",
     "run",
+    "split_first",
     "split_gather",
     "split_rows",
     "whole",

@@ -169,6 +169,8 @@ gather = Rule("gather", to_all, every_rank)
 """Every rank runs with the same arguments; the result is the list of all."""
 split_rows = Rule("split_rows", by_rows, rows_of_first_stage)
 """Rows are cut over the data-parallel ranks and the results' rows put together in order."""
+split_first = Rule("split_first", by_rows, first)
+"""Rows are cut as by split_rows; the result, of any type, is rank 0's: all ranks have the same."""
 last_stage = Rule("last_stage", by_rows, rows_of_last_stage)
 """As split_rows, with the results of the last pipeline stage."""
 split_gather = Rule("split_gather", by_rows, every_shard)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from verl.common.errors import ConfigError
 
@@ -25,6 +27,7 @@ class Place:
     node, local_rank        number of its machine in the pool, and its number there
     device                  "cpu" or "cuda:<index>"
     rendezvous              where ``verl.controller.rendezvous.join`` meets the others; None with one worker
+    colocated               the objects of all roles in this process, by role, as far as they are made
     """
 
     rank: int = 0
@@ -39,14 +42,15 @@ class Place:
     local_rank: int = 0
     device: str = "cpu"
     rendezvous: Rendezvous | None = None
+    colocated: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
 class Layout:
     """How many ranks hold one copy of a role: ``tp_size * pp_size``. The rest of a pool is data parallel.
 
-    Ranks are numbered with the tensor-parallel axis fastest, then data parallel, then the pipeline, so that the
-    ranks that talk most are neighbours.
+    Ranks are numbered with the tensor-parallel axis fastest, then the pipeline, then data parallel: the ranks of one
+    copy are neighbours.
     """
 
     tp_size: int = 1
@@ -79,11 +83,11 @@ class Grid:
 
     def rank(self, dp_rank: int, *, tp_rank: int = 0, pp_rank: int = 0) -> int:
         """The rank at these coordinates."""
-        return (pp_rank * self.dp_size + dp_rank) * self.tp_size + tp_rank
+        return (dp_rank * self.pp_size + pp_rank) * self.tp_size + tp_rank
 
     def dp_rank(self, rank: int) -> int:
         """The data-parallel rank of ``rank``: ranks that share it see the same rows."""
-        return rank // self.tp_size % self.dp_size
+        return rank // (self.tp_size * self.pp_size)
 
     def place(self, rank: int, *, node: int, local_rank: int, device: str, rendezvous: Rendezvous | None) -> Place:
         """The place of ``rank``."""
@@ -94,7 +98,7 @@ class Grid:
             dp_size=self.dp_size,
             tp_rank=rank % self.tp_size,
             tp_size=self.tp_size,
-            pp_rank=rank // (self.tp_size * self.dp_size),
+            pp_rank=rank // self.tp_size % self.pp_size,
             pp_size=self.pp_size,
             node=node,
             local_rank=local_rank,

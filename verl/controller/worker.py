@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.controller.place import Place
@@ -72,4 +72,5 @@ class Worker:
 
             torch.cuda.set_device(command.place.device)
         cls, kwargs = command.cls_and_kwargs.load()
-        self._roles[command.role] = cls(place=command.place, **kwargs)
+        place = replace(command.place, colocated=self._roles)
+        self._roles[command.role] = cls(place=place, **kwargs)

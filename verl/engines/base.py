@@ -10,17 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from verl.algorithms.base import Loss
 from verl.batch import FIELDS, Batch, pad_rows
-from verl.common.errors import ConfigError
+from verl.common.errors import CheckpointError, ConfigError
+from verl.engines.checkpoint_parts import load_optimizer, load_weights, save_optimizer, save_weights
 from verl.engines.config import EngineConfig, TrainedConfig
-from verl.engines.fsdp import full_tensor
+from verl.engines.fsdp import full_tensor, sliced_like
 from verl.engines.mesh import Mesh
 from verl.engines.offload import MomentsOnCPU
 from verl.engines.packing import cut_by_tokens, cut_into, pack, row_lengths
@@ -77,6 +79,17 @@ class Engine:
         """
         own = ((name, full_tensor(p, self.dtype)) for name, p in self.network.module.named_parameters())
         yield from self.passes.full_tensors(own)
+
+    @torch.no_grad()
+    def set_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy whole ``weights`` by the module's own names into what this rank holds of them, in place.
+
+        Raises CheckpointError for one that is missing or has another shape.
+        """
+        for name, parameter in self.network.module.named_parameters():
+            if name not in weights or weights[name].shape != parameter.shape:
+                raise CheckpointError(f"there is no tensor of shape {list(parameter.shape)} for {name!r}")
+            parameter.copy_(sliced_like(weights[name], parameter))
 
     def _cut(self, batch: Batch) -> list[list[int]]:
         """Rows of each micro-batch: as many on every data-parallel rank as the one with the most needs."""
@@ -148,6 +161,30 @@ class TrainingEngine(Engine):
         metrics.add_mean(f"{self.label}/lr", lr, 1)
         metrics.add_sum(f"{self.label}/skipped_updates/sum", float(not is_applied))
         return metrics
+
+    def save_model(self, folder: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        """Write the weights, whole, in the compute type; every rank must call it. A network with a head of its own
+        gives one file of them, any other a folder that plain transformers loads."""
+        save_weights(folder, self.network, dict(self.named_full_tensors()), tokenizer)
+
+    def load_model(self, folder: Path) -> None:
+        """Take up what ``save_model`` wrote, on however many ranks it was."""
+        self.set_weights(load_weights(folder, self.network))
+
+    def save_optimizer(self, folder: Path) -> None:
+        """Write moments and float32 masters, each rank its own."""
+        save_optimizer(folder, self.optimizer, self.masters.separate)
+
+    def load_optimizer(self, folder: Path) -> None:
+        """Take up what ``save_optimizer`` wrote, after ``load_model``."""
+        self.masters.adopt()
+        load_optimizer(folder, self.optimizer, self.masters.separate)
+
+    def checkpoint_bytes(self) -> int:
+        """What this rank's tensors of a checkpoint take: weights, two moments of each, separate masters."""
+        weights = sum(p.numel() * self.dtype.itemsize for p in self.network.module.parameters())
+        separate = sum(m.nbytes for m in self.masters.separate.values())
+        return weights + separate + 2 * sum(m.nbytes for m in self.masters.masters.values())
 
     def _of_all_ranks(self, tally: _Tally) -> tuple[MetricSums, Tensor, float]:
         """Metrics, count and number of tokens over all data-parallel ranks."""

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from verl.common.section import Section
+from verl.engines.mesh import ParallelConfig
 
 
 class OptimConfig(Section):
@@ -44,6 +45,8 @@ class OptimConfig(Section):
 class EngineConfig(Section):
     """How a role's forward and backward passes run."""
 
+    parallel: ParallelConfig = ParallelConfig()
+    """How many ranks hold one copy of the model; the rest of the role's devices hold other copies."""
     max_tokens_per_micro_batch: int = Field(16384, ge=1)
     """Packed tokens (prompt and response) of one forward pass. Changes memory and speed, never results."""
     gradient_checkpointing: bool = False

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from verl.engines.config import EngineConfig
 from verl.engines.mesh import SHARDING_AXIS, Mesh
@@ -100,8 +100,8 @@ class Shards:
 
     @property
     def separate(self) -> dict[str, Tensor]:
-        """None: each slice is its own master."""
-        return {}
+        """The masters that the compute type has no room for: what a checkpoint must hold besides the model."""
+        return {} if self.network.dtype == torch.float32 else {name: m.data for name, m in self.masters.items()}
 
     def expect_backward(self, is_last: bool) -> None:
         """Announce a backward pass; gradients are complete after the last one."""
@@ -141,6 +141,14 @@ def full_tensor(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """``parameter`` whole and in ``dtype``; every rank that holds a part of it must call this."""
     detached = parameter.detach().to(dtype)
     return detached.full_tensor() if isinstance(detached, DTensor) else detached
+
+
+def sliced_like(whole: Tensor, parameter: Tensor) -> Tensor:
+    """What ``parameter``'s rank holds of ``whole``, of which every rank has a copy."""
+    if not isinstance(parameter, DTensor):
+        return whole
+    there = whole.to(parameter.to_local().device, parameter.dtype)
+    return distribute_tensor(there, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -104,6 +104,14 @@ def load_model(
     return moved
 
 
+def outline_of(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """The model without its weights: shapes only, on torch's meta device. Raises as ``load_model``."""
+    described = load_model_config(config, tokenizer)
+    with torch.device("meta"):
+        made: PreTrainedModel = AutoModelForCausalLM.from_config(described, trust_remote_code=config.trust_remote_code)
+    return made
+
+
 def load_model_config(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
     """The model's transformers configuration, without its weights. Raises as ``load_model``."""
     try:

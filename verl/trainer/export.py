@@ -92,7 +92,7 @@ def _convert(source: Path, target: Path, dtype: str) -> None:
     from safetensors import safe_open
     from safetensors.torch import save_file
 
-    from verl.trainer.checkpoint_parts import clean_config, converted
+    from verl.engines.checkpoint_parts import clean_config, converted
 
     kind: torch.dtype = getattr(torch, dtype)
     if source.name == "config.json":

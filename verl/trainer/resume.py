@@ -9,20 +9,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
-
-from verl.common.errors import CheckpointError, ConfigError
-from verl.engines.base import TrainingEngine
+from verl.common.errors import ConfigError
 from verl.trainer.assembly import Parts
 from verl.trainer.checkpoint import JSON, CheckpointStore, changed_keys
-from verl.trainer.checkpoint_parts import load_optimizer, save_model, save_optimizer
 from verl.trainer.run_in_progress import RunInProgress
 from verl.trainer.sampling import Drawn
 from verl.trainer.sections import TrainerConfig
@@ -31,10 +25,9 @@ log = logging.getLogger(__name__)
 
 _FIXED = ("model.", "algorithm.name")
 """Keys without which a checkpoint belongs to another run."""
-_FREE = ("trainer.", "track.", "validation.", "profile.")
+_FREE = ("trainer.", "track.", "validation.", "profile.", "placement.")
 """Keys that change what is made or shown, not what was learnt; of ``trainer`` all but the three below."""
 _CURVE = ("trainer.seed", "trainer.prompts_per_step", "trainer.group_size")
-_CRITIC = "critic.safetensors"
 _TRACES_OF_A_RUN = ("checkpoints", "metrics.jsonl")
 
 
@@ -66,15 +59,10 @@ def prepare_folder(config: TrainerConfig) -> None:
 def save(trainer: RunInProgress) -> Path:
     """Commit a checkpoint of the last whole step. Raises CheckpointError; older checkpoints stay as they are."""
     parts, config = trainer.parts, trainer.config
-    actor = parts.actor.engine
-    writers: dict[str, Any] = {
-        "actor/model": lambda folder: save_model(folder, parts.module, parts.tokenizer),
-        "actor/optimizer": lambda folder: _save_optimizer(folder, actor),
-    }
-    if parts.critic is not None:
-        critic = parts.critic.engine
-        writers["critic/model"] = lambda folder: _save_weights(folder / _CRITIC, critic.network.module)
-        writers["critic/optimizer"] = lambda folder: _save_optimizer(folder, critic)
+    writers: dict[str, Any] = {}
+    for role in parts.trained_roles:
+        writers[f"{role.name}/model"] = partial(role.engine.save_model, tokenizer=parts.tokenizer)
+        writers[f"{role.name}/optimizer"] = role.engine.save_optimizer
     state: dict[str, JSON] = {
         "policy_version": parts.weights.version,
         "drawn": asdict(trainer.drawn),
@@ -99,14 +87,8 @@ def _store(trainer: RunInProgress) -> CheckpointStore:
 
 
 def _least_bytes(parts: Parts) -> int:
-    """What the tensors of a checkpoint take: weights, the two moments of each trained one, separate masters."""
-    total = 0
-    for role in parts.trained:
-        weights = list(role.engine.network.module.parameters())
-        masters = role.engine.masters
-        total += sum(w.nbytes for w in weights) + sum(m.nbytes for m in masters.separate.values())
-        total += 2 * sum(m.nbytes for m in masters.masters.values())
-    return total
+    """What the tensors of a checkpoint take."""
+    return sum(role.engine.checkpoint_bytes() for role in parts.trained_roles)
 
 
 def restore(trainer: RunInProgress) -> None:
@@ -124,12 +106,9 @@ def restore(trainer: RunInProgress) -> None:
     parts = trainer.parts
     if checkpoint.state["train_fingerprint"] != parts.train.fingerprint:
         log.warning("data.train holds other rows than when %s was saved: not the same curve", checkpoint.path)
-    _load_model(parts.module, checkpoint.part("actor/model"), config.model.trust_remote_code)
-    _load_optimizer(checkpoint.part("actor/optimizer"), parts.actor.engine)
-    if parts.critic is not None:
-        critic = parts.critic.engine
-        _copy_weights(critic.network.module, load_file(checkpoint.part("critic/model") / _CRITIC))
-        _load_optimizer(checkpoint.part("critic/optimizer"), critic)
+    for role in parts.trained_roles:
+        role.engine.load_model(checkpoint.part(f"{role.name}/model"))
+        role.engine.load_optimizer(checkpoint.part(f"{role.name}/optimizer"))
     parts.algorithm.load_state_dict(checkpoint.state["algorithm"])
     parts.weights.set_version(int(checkpoint.state["policy_version"]))
     trainer.steps_done, trainer.drawn = checkpoint.step, Drawn(**checkpoint.state["drawn"])
@@ -152,31 +131,3 @@ def _check_config(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) ->
 
 def _list(changed: Mapping[str, tuple[Any, Any]]) -> str:
     return ", ".join(f"{key} was {old!r}, is {new!r}" for key, (old, new) in changed.items())
-
-
-def _save_optimizer(folder: Path, engine: TrainingEngine) -> None:
-    save_optimizer(folder, engine.optimizer, engine.masters.separate)
-
-
-def _load_optimizer(folder: Path, engine: TrainingEngine) -> None:
-    engine.masters.adopt()
-    load_optimizer(folder, engine.optimizer, engine.masters.separate)
-
-
-def _load_model(module: nn.Module, folder: Path, trust_remote_code: bool) -> None:
-    dtype = next(module.parameters()).dtype
-    saved = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code)
-    _copy_weights(module, dict(saved.named_parameters()) | dict(saved.named_buffers()))
-
-
-def _save_weights(path: Path, module: nn.Module) -> None:
-    save_file({name: tensor.contiguous() for name, tensor in module.state_dict().items()}, path)
-
-
-@torch.no_grad()
-def _copy_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """In place: the rollout and the masters share these tensors."""
-    for name, parameter in module.named_parameters():
-        if name not in weights or weights[name].shape != parameter.shape:
-            raise CheckpointError(f"the checkpoint has no tensor of shape {list(parameter.shape)} for {name!r}")
-        parameter.copy_(weights[name])

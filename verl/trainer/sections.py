@@ -30,6 +30,7 @@ from verl.observe.trackers import TrackConfig
 from verl.rewards.config import RewardConfig
 from verl.rollout import ROLLOUT_ENGINES
 from verl.rollout.config import RolloutConfig
+from verl.trainer.placement import PlacementConfig
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +111,8 @@ class OnPolicyRun(Section):
     """The frozen starting policy, for algorithms that measure a KL to it."""
     validation: ValidationConfig = ValidationConfig()
     """Scoring held-out prompts."""
+    placement: PlacementConfig = PlacementConfig()
+    """Processes and devices of the roles."""
     trainer: TrainerConfig = TrainerConfig()
     """Length of the run and its outputs."""
     track: TrackConfig = TrackConfig()

@@ -1,8 +1,6 @@
 import json
-import random
 from pathlib import Path
 
-import numpy
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -11,16 +9,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from tests.tiny import FAMILIES, tiny_model, word_tokenizer
 from verl.common.errors import CheckpointError
-from verl.models.attention import ATTENTION
-from verl.trainer.checkpoint_parts import (
+from verl.engines.checkpoint_parts import (
     clean_config,
     converted,
-    load_generators,
     load_optimizer,
-    save_generators,
     save_model,
     save_optimizer,
 )
+from verl.models.attention import ATTENTION
 
 IDS = torch.tensor([[1, 7, 9, 30]])
 
@@ -229,35 +225,3 @@ def test_hyperparameters_come_from_the_run_but_for_the_rate(tmp_path: Path, capl
     assert [record.message for record in caplog.records] == [
         "the optimizer's weight_decay was 0.5 when it was saved and is 0.25 in this run"
     ]
-
-
-def draws(generator: torch.Generator) -> list[float]:
-    named = float(torch.rand((), generator=generator))
-    return [
-        random.random(),
-        random.gauss(0, 1),
-        numpy.random.rand(),
-        numpy.random.randn(),
-        float(torch.rand(())),
-        named,
-    ]
-
-
-def test_generators_go_on_where_they_were(tmp_path: Path) -> None:
-    kept = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-    try:
-        generator = torch.Generator().manual_seed(3)
-        draws(generator)
-        save_generators(tmp_path, {"loader": generator})
-        expected = draws(generator) + draws(generator)
-        draws(generator)
-        load_generators(tmp_path, {"loader": generator})
-        assert draws(generator) + draws(generator) == expected
-        with pytest.raises(CheckpointError, match=r"named\.other"):
-            load_generators(tmp_path, {"other": generator})
-        with pytest.raises(CheckpointError, match="doesn't hold the generator states"):
-            load_generators(tmp_path / "elsewhere")
-    finally:
-        random.setstate(kept[0])
-        numpy.random.set_state(kept[1])
-        torch.set_rng_state(kept[2])

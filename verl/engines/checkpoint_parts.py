@@ -1,4 +1,4 @@
-"""What a checkpoint of a run is made of: models, optimizers, generator states, each as a folder of its own.
+"""What a checkpoint of a run is made of: models and optimizers, each as a folder of its own.
 
 In comes a live object and an empty folder; out come files that this module reads back, and for a model files that
 plain transformers reads. When and where they are written is the store's business (``checkpoint.py``).
@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import json
 import logging
-import random
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -25,12 +23,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from verl.common.errors import CheckpointError
 from verl.common.files import write_json
 from verl.models.attention import ATTENTION
+from verl.models.networks import Network
 
 log = logging.getLogger(__name__)
 
 _OPTIMIZER = "optimizer.json"
-_PYTHON_AND_NUMPY = "generators.json"
-_TORCH = "generators.safetensors"
+_WEIGHTS = "critic.safetensors"
 
 
 def save_model(
@@ -38,23 +36,51 @@ def save_model(
     module: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None = None,
     dtype: torch.dtype | None = None,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write a folder that ``AutoModelForCausalLM.from_pretrained`` and ``AutoTokenizer.from_pretrained`` load.
 
-    dtype  type of the floating-point weights in the files; by default the module's own
+    dtype    type of the floating-point weights in the files; by default the module's own
+    weights  in place of the module's own parameters, where those are slices
     The module stays as it is. Its generation configuration is carried as it is, valid in transformers' eyes or not:
     a sampling default must not cost a checkpoint. The tokenizer carries its chat template.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    weights = module.state_dict() if dtype is None else converted(module.state_dict(), dtype)
+    state = module.state_dict() if weights is None else dict(weights)
+    if dtype is not None:
+        state = converted(state, dtype)
     with _without_generation_config(module):
-        module.save_pretrained(folder, state_dict=weights)
+        module.save_pretrained(folder, state_dict=state)
     if module.generation_config is not None:
         module.generation_config.to_json_file(folder / "generation_config.json", use_diff=True)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     write_json(folder / "config.json", clean_config(config, dtype))
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+
+
+def save_weights(
+    folder: Path, network: Network, weights: Mapping[str, Tensor], tokenizer: PreTrainedTokenizerBase | None
+) -> None:
+    """The first rank writes ``weights``, whole, of ``network``: a model folder, or a file where it has another head."""
+    if not _is_first_rank():
+        return
+    if isinstance(network.module, PreTrainedModel):
+        saved = network.module.state_dict().keys()
+        buffers = {name: buffer for name, buffer in network.module.named_buffers() if name in saved}
+        save_model(folder, network.module, tokenizer, weights={**buffers, **weights})
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / _WEIGHTS)
+
+
+def load_weights(folder: Path, network: Network) -> dict[str, Tensor]:
+    """What ``save_weights`` wrote, by parameter name."""
+    if not isinstance(network.module, PreTrainedModel):
+        return load_file(folder / _WEIGHTS)
+    dtype = next(network.module.parameters()).dtype
+    saved = type(network.module).from_pretrained(folder, dtype=dtype)
+    return dict(saved.named_parameters())
 
 
 def converted(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -114,9 +140,12 @@ def save_optimizer(
     ]
     shapes = {names[id(p)]: list(p.shape) for group in optimizer.param_groups for p in group["params"]}
     kinds = {name: sorted(state) for name, state in tensors.items()}
-    described = {"groups": groups, "shapes": shapes, "tensors": kinds, "scalars": scalars}
+    held = dict.fromkeys(masters or {})
+    described = _of_all_ranks({"shapes": shapes, "tensors": kinds, "scalars": scalars, "masters": held})
+    if len(groups) == 1:
+        groups[0]["parameters"] = sorted(described["shapes"])
     if _is_first_rank():
-        write_json(folder / _OPTIMIZER, {**described, "masters": sorted(masters or {})})
+        write_json(folder / _OPTIMIZER, {**described, "groups": groups, "masters": sorted(described["masters"])})
     flat = {_key(kind, name): tensor for name, state in tensors.items() for kind, tensor in state.items()}
     flat.update({_key("master", name): tensor.detach() for name, tensor in (masters or {}).items()})
     if flat:
@@ -145,8 +174,9 @@ def load_optimizer(
         saved = json.loads((folder / _OPTIMIZER).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder} holds no optimizer state: {error}") from error
-    _check_same("parameters", folder, set(saved["shapes"]), set(names.values()))
-    _check_same("masters", folder, set(saved["masters"]), set(masters or {}))
+    live = _of_all_ranks({"parameters": dict.fromkeys(names.values()), "masters": dict.fromkeys(masters or {})})
+    _check_same("parameters", folder, set(saved["shapes"]), set(live["parameters"]))
+    _check_same("masters", folder, set(saved["masters"]), set(live["masters"]))
     _check_shapes(folder, optimizer, names, masters or {}, saved["shapes"])
     flat: dict[str, Tensor] = {_key("master", name): tensor.detach() for name, tensor in (masters or {}).items()}
     is_empty = not flat and not any(saved["tensors"].values())
@@ -164,42 +194,6 @@ def load_optimizer(
             if not optimizer.state[parameter]:
                 del optimizer.state[parameter]
     _restore_rates(optimizer, names, saved["groups"])
-
-
-def save_generators(folder: Path, generators: Mapping[str, torch.Generator] | None = None) -> None:
-    """Write the state of Python's, NumPy's and torch's global generators (CPU and every CUDA device).
-
-    generators  further torch generators, by a name of the caller's
-    """
-    words = {"python": random.getstate(), "numpy": _plain(numpy.random.get_state(legacy=False))}
-    write_json(folder / _PYTHON_AND_NUMPY, words)
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states.update({f"cuda.{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())})
-    states.update({f"named.{name}": generator.get_state() for name, generator in (generators or {}).items()})
-    save_file(states, folder / _TORCH)
-
-
-def load_generators(folder: Path, generators: Mapping[str, torch.Generator] | None = None) -> None:
-    """Put back what ``save_generators`` wrote. A CUDA device that wasn't there then keeps its own state.
-
-    Raises CheckpointError when the files aren't there or lack one of ``generators``; nothing has been changed then.
-    """
-    try:
-        words = json.loads((folder / _PYTHON_AND_NUMPY).read_text(encoding="utf-8"))
-        states = load_file(folder / _TORCH)
-        named = {name: states[f"named.{name}"] for name in generators or {}}
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{folder} doesn't hold the generator states asked for: {error!r}") from error
-    kind, numbers, gauss = words["python"]
-    random.setstate((kind, tuple(numbers), gauss))
-    numpy.random.set_state(_with_array(words["numpy"]))
-    torch.set_rng_state(states["cpu"])
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        if f"cuda.{index}" in states:
-            torch.cuda.set_rng_state(states[f"cuda.{index}"], index)
-    for name, state in named.items():
-        (generators or {})[name].set_state(state)
 
 
 @contextmanager
@@ -306,17 +300,10 @@ def _restore_rates(optimizer: Optimizer, names: Mapping[int, str], groups: list[
 
 
 def _plain(value: Any) -> Any:
-    """``value`` with arrays and tensors as lists and numbers, for JSON."""
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+    """``value`` with tuples and tensors as lists and numbers, for JSON."""
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    return value.tolist() if isinstance(value, numpy.ndarray | numpy.generic | Tensor) else value
-
-
-def _with_array(state: dict[str, Any]) -> dict[str, Any]:
-    inner = {k: numpy.array(v, dtype=numpy.uint32) if isinstance(v, list) else v for k, v in state["state"].items()}
-    return {**state, "state": inner}
+    return value.tolist() if isinstance(value, Tensor) else value
 
 
 def _key(kind: str, name: str) -> str:
@@ -325,6 +312,15 @@ def _key(kind: str, name: str) -> str:
 
 def _is_distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _of_all_ranks(own: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Mappings by parameter name, joined over all ranks: a stage of a pipeline knows its own parameters only."""
+    if not _is_distributed():
+        return own
+    every: list[dict[str, dict[str, Any]]] = [{}] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(every, own)
+    return {kind: {name: value for part in every for name, value in part[kind].items()} for kind in own}
 
 
 def _is_first_rank() -> bool:

@@ -1,0 +1,75 @@
+"""What every process makes its part of a run from: the sections that concern models, and how roles are built of them.
+
+The same builders serve a run in one process and the workers of one over many. Knows nothing of data, rewards or the
+loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from verl.algorithms import ALGORITHMS
+from verl.algorithms.base import Algorithm, AlgorithmConfig
+from verl.engines.base import Engine, TrainingEngine
+from verl.engines.config import EngineConfig, TrainedConfig
+from verl.engines.mesh import Mesh
+from verl.models.causal_lm import CausalLM
+from verl.models.loading import ModelConfig, compute_dtype, eos_token_ids, load_model
+from verl.models.networks import PolicyNetwork, ValueNetwork
+from verl.rollout import ROLLOUT_ENGINES
+from verl.rollout.base import RolloutEngine
+from verl.rollout.config import RolloutConfig
+from verl.workers.reference import Reference
+from verl.workers.trained import Actor, Critic
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Sections of a run, validated, and its tokenizer. Small, and travels to every worker."""
+
+    model: ModelConfig
+    tokenizer: PreTrainedTokenizerBase
+    algorithm: AlgorithmConfig
+    rollout: RolloutConfig
+    actor: TrainedConfig
+    critic: TrainedConfig
+    reference: EngineConfig
+    seed: int
+
+    def load(self, device: torch.device) -> PreTrainedModel:
+        """The policy's starting point. One made from scratch draws from torch's generator: seed it before."""
+        return load_model(self.model, self.tokenizer, device, compute_dtype(self.model.amp_dtype, device))
+
+    def make_algorithm(self, dtype: torch.dtype) -> Algorithm[Any]:
+        """The algorithm, for models that compute in ``dtype``."""
+        algorithm: Algorithm[Any] = ALGORITHMS.load(self.algorithm.name)(self.algorithm)
+        algorithm.rollout_rounds_apart = dtype != torch.float32
+        return algorithm
+
+    def make_actor(self, lm: CausalLM, algorithm: Algorithm[Any], device: torch.device, mesh: Mesh) -> Actor:
+        """The policy in training."""
+        network = PolicyNetwork(lm, self.rollout.temperature)
+        engine = TrainingEngine(network, self.actor, device, "actor", mesh)
+        return Actor(engine, self.actor, algorithm, self.seed)
+
+    def make_critic(
+        self, module: PreTrainedModel, algorithm: Algorithm[Any], device: torch.device, mesh: Mesh
+    ) -> Critic:
+        """The value function, on a backbone of its own."""
+        engine = TrainingEngine(ValueNetwork(module), self.critic, device, "critic", mesh)
+        return Critic(engine, self.critic, algorithm, self.seed)
+
+    def make_reference(self, module: PreTrainedModel, device: torch.device, mesh: Mesh) -> Reference:
+        """The frozen starting policy."""
+        network = PolicyNetwork(CausalLM(module.requires_grad_(False)), self.rollout.temperature)
+        return Reference(Engine(network, self.reference, device, "reference", mesh))
+
+    def make_rollout(self, lm: CausalLM) -> RolloutEngine:
+        """The rollout engine over ``lm``."""
+        build: Callable[..., RolloutEngine] = ROLLOUT_ENGINES.load(self.rollout.name)
+        return build(lm, self.tokenizer, self.rollout, eos_token_ids(lm.module, self.tokenizer))

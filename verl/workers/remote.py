@@ -1,0 +1,168 @@
+"""Worker groups behind the protocols of the loop: engines, rollout engine and weights that live in other processes.
+
+The loop calls them as if they were here. Rows go out as columns, only what a role writes comes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.algorithms.base import Algorithm
+from verl.batch import Batch
+from verl.common.errors import ConfigError, StaleWeights
+from verl.controller import WorkerGroup, whole
+from verl.engines.packing import balanced_shards, row_lengths
+from verl.observe.metrics import MetricSums
+from verl.rollout.base import Request, Response, RolloutStats
+
+BUCKET_BYTES = 1 << 28
+"""Weights on their way at a time between pools."""
+
+
+class RemoteEngine:
+    """The engine of a role whose workers are ``group``: what Actor, Critic and Reference call.
+
+    output  name -> column that the group's ``infer`` gives
+    """
+
+    def __init__(self, group: WorkerGroup, algorithm: Algorithm[Any], column: str) -> None:
+        self.group, self._algorithm, self._column = group, algorithm, column
+        self.has_unsynced_update = False
+
+    def infer(self, batch: Batch, output: str) -> Tensor:
+        """As ``Engine.infer``: [N] float32 in the batch's order."""
+        order = self._order(batch)
+        found = self.group.infer(batch.columns().select(order)).fetch(self._column)
+        values = found[self._column]
+        pieces = values.split(batch.lengths("response_ids")[order].tolist())
+        back = torch.argsort(order).tolist()
+        return torch.cat([pieces[i] for i in back]) if pieces else values
+
+    def update(
+        self, batch: Batch, loss_function: Callable[..., Any], *, lr: float, entropy: bool = False
+    ) -> MetricSums:
+        """As ``TrainingEngine.update``; the workers have the role's loss themselves."""
+        rows = batch.columns().select(self._order(batch))
+        state = self._algorithm.state_dict()
+        metrics: MetricSums = self.group.update(rows, lr=lr, entropy=entropy, algorithm=state).get()
+        self.has_unsynced_update = True
+        return metrics
+
+    def save_model(self, folder: Path, tokenizer: Any = None) -> None:
+        """As ``TrainingEngine.save_model``; the workers write, with the tokenizer that they have."""
+        self.group.save_model(folder).get()
+
+    def load_model(self, folder: Path) -> None:
+        """As ``TrainingEngine.load_model``."""
+        self.group.load_model(folder).get()
+
+    def save_optimizer(self, folder: Path) -> None:
+        """As ``TrainingEngine.save_optimizer``."""
+        self.group.save_optimizer(folder).get()
+
+    def load_optimizer(self, folder: Path) -> None:
+        """As ``TrainingEngine.load_optimizer``."""
+        self.group.load_optimizer(folder).get()
+
+    def checkpoint_bytes(self) -> int:
+        """As ``TrainingEngine.checkpoint_bytes``, of all ranks."""
+        return sum(self.group.checkpoint_bytes().get())
+
+    def _order(self, batch: Batch) -> Tensor:
+        """Rows in an order whose even cut gives the data-parallel ranks near-equal work."""
+        shards = balanced_shards(row_lengths(batch).tolist(), self.group.grid.dp_size)
+        shards.sort(key=len, reverse=True)  # as rows are cut: the first shards have one more
+        return torch.tensor([row for shard in shards for row in shard], dtype=torch.int64)
+
+
+class RemoteRollout:
+    """A rollout engine of many: requests are spread over the ranks of ``group``."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self.group = group
+        self.policy_version = 0
+        self.stats = RolloutStats()
+
+    def generate(
+        self, requests: Sequence[Request], *, should_pause: Callable[[], bool] | None = None
+    ) -> list[Response]:
+        """One response a request, in order. Raises ConfigError for a pause, which stops at the process border."""
+        if should_pause is not None:
+            raise ConfigError("should_pause can't be asked from other processes: only an engine of this process can")
+        responses: list[Response] = self.group.generate(list(requests)).get()
+        self.stats = _summed(self.group.stats().get())
+        return responses
+
+    def sleep(self) -> None:
+        """Give the caches' memory back."""
+        self.group.sleep().get()
+
+    def wake(self) -> None:
+        """Take it again."""
+        self.group.wake().get()
+
+
+class RemoteWeights:
+    """From the workers of the actor to those of the rollout, with a version that is checked.
+
+    is_colocated  whether both are in the same processes: then each rank refreshes itself
+    """
+
+    def __init__(self, actor: RemoteEngine, rollout: RemoteRollout, *, is_colocated: bool) -> None:
+        self._actor, self._rollout, self._is_colocated = actor, rollout, is_colocated
+
+    @property
+    def version(self) -> int:
+        """How often the rollout's weights have been refreshed."""
+        return self._rollout.policy_version
+
+    def sync(self) -> None:
+        """Publish the actor's updates to the rollout as the next version."""
+        self.set_version(self.version + 1)
+
+    def set_version(self, version: int) -> None:
+        """Publish the actor's weights as ``version``."""
+        if self._is_colocated:
+            self._rollout.group.refresh(version).get()
+        else:
+            self._send(version)
+        self._rollout.policy_version = version
+        self._actor.has_unsynced_update = False
+
+    def check(self) -> None:
+        """Raise StaleWeights when the actor was updated after the last sync, or a rank samples from other weights."""
+        if self._actor.has_unsynced_update:
+            raise StaleWeights(f"the actor was updated after version {self.version} was synced to the rollout")
+        versions = self._rollout.group.version().get()
+        if set(versions) != {self.version}:
+            raise StaleWeights(f"the rollout's ranks are at versions {versions}, the actor's is {self.version}")
+
+    def _send(self, version: int) -> None:
+        """Bucket by bucket, from worker to worker."""
+        self._actor.group.begin_weights(BUCKET_BYTES).get()
+        while True:
+            bucket = self._actor.group.next_weights()
+            if not bucket.result().num_rows:
+                break
+            self._rollout.group.take_weights(whole(bucket))
+        self._rollout.group.finish_weights(version).get()
+
+
+def _summed(stats: Sequence[RolloutStats]) -> RolloutStats:
+    """Counts of all ranks; seconds of the slowest."""
+    extra: dict[str, float] = {}
+    for one in stats:
+        for name, value in one.extra.items():
+            extra[name] = max(extra.get(name, 0.0), value) if name.endswith("_s") else extra.get(name, 0.0) + value
+    return RolloutStats(
+        prefill_tokens=sum(s.prefill_tokens for s in stats),
+        cached_prompt_tokens=sum(s.cached_prompt_tokens for s in stats),
+        decode_steps=max((s.decode_steps for s in stats), default=0),
+        preemptions=sum(s.preemptions for s in stats),
+        extra=extra,
+    )

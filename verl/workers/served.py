@@ -1,0 +1,217 @@
+"""The roles of a run as one rank of a worker group has them: what is called from the loop's process.
+
+An engine's worker holds the role's part of the model and what its loss needs; the rollout's holds a rollout engine,
+beside an actor or alone. Each takes and gives columns of rows that are its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.batch import Batch
+from verl.common.errors import StaleWeights
+from verl.common.seeding import seed_everything
+from verl.controller import Place, broadcast, dispatch, gather, join, split_first, split_rows
+from verl.engines.base import TrainingEngine
+from verl.engines.mesh import Mesh
+from verl.models.causal_lm import CausalLM
+from verl.observe.memory import peak_memory_bytes, reset_peak_memory
+from verl.observe.metrics import MetricSums
+from verl.rollout.base import Request, Response, RolloutStats
+from verl.workers.recipe import Recipe
+from verl.workers.reference import Reference
+from verl.workers.trained import Actor, Critic
+
+Bucket = list[tuple[str, Tensor]]
+"""Some whole weights by name."""
+
+
+class EngineWorker:
+    """The engine of ``role`` ("actor", "critic" or "reference") on one rank."""
+
+    def __init__(self, place: Place, role: str, recipe: Recipe) -> None:
+        self.device = _meet(place)
+        seed_everything(recipe.seed)
+        self.module = recipe.load(self.device)
+        self.tokenizer = recipe.tokenizer
+        self.algorithm = recipe.make_algorithm(self.module.dtype)
+        self.role: Actor | Critic | Reference = _MAKE[role](self, recipe)
+        self._buckets: Iterator[Bucket] = iter(())
+
+    @property
+    def engine(self) -> TrainingEngine:
+        """The role's engine, which learns."""
+        assert isinstance(self.role.engine, TrainingEngine)
+        return self.role.engine
+
+    @dispatch(split_rows)
+    def infer(self, batch: Batch) -> Batch:
+        """The role's column for these rows."""
+        self.role.infer(batch)
+        return batch.columns([self.role.writes])
+
+    @dispatch(split_first)
+    def update(self, batch: Batch, *, lr: float, entropy: bool, algorithm: Mapping[str, Any]) -> MetricSums:
+        """One optimizer step over these rows and those of the other ranks; ``algorithm`` is its state."""
+        assert isinstance(self.role, Actor | Critic)
+        self.algorithm.load_state_dict(algorithm)
+        return self.engine.update(batch, self.role.loss, lr=lr, entropy=entropy)
+
+    @dispatch(broadcast)
+    def begin_weights(self, bucket_bytes: int) -> None:
+        """Get ready to hand out all weights, whole, in buckets of about ``bucket_bytes``."""
+        self._buckets = _buckets(self.engine.named_full_tensors(), bucket_bytes)
+
+    @dispatch(broadcast)
+    def next_weights(self) -> Bucket:
+        """The next bucket, on the CPU; empty behind the last one."""
+        return next(self._buckets, [])
+
+    @dispatch(broadcast)
+    def save_model(self, folder: Path) -> None:
+        """Write the role's weights, together with the other ranks."""
+        self.engine.save_model(folder, self.tokenizer)
+
+    @dispatch(broadcast)
+    def load_model(self, folder: Path) -> None:
+        """Take up what ``save_model`` wrote, on however many ranks."""
+        self.engine.load_model(folder)
+
+    @dispatch(broadcast)
+    def save_optimizer(self, folder: Path) -> None:
+        """Write the role's moments and masters, each rank its own."""
+        self.engine.save_optimizer(folder)
+
+    @dispatch(broadcast)
+    def load_optimizer(self, folder: Path) -> None:
+        """Take up what ``save_optimizer`` wrote, after ``load_model``."""
+        self.engine.load_optimizer(folder)
+
+    @dispatch(gather)
+    def checkpoint_bytes(self) -> int:
+        """What this rank's part of a checkpoint takes at least."""
+        return self.engine.checkpoint_bytes()
+
+    @dispatch(gather)
+    def peak_memory_bytes(self) -> int:
+        """Peak memory of this rank since the last call."""
+        peak = peak_memory_bytes(self.device)
+        reset_peak_memory(self.device)
+        return peak
+
+
+class RolloutWorker:
+    """A rollout engine on one rank.
+
+    Beside an actor that has its whole model here, it samples from the very weights that learn. Otherwise it has a
+    module of its own, refreshed from the actor's: by the ranks themselves where both are here, else through buckets.
+    """
+
+    def __init__(self, place: Place, recipe: Recipe) -> None:
+        self.device = _meet(place)
+        actor = place.colocated.get("actor")
+        self._actor: EngineWorker | None = actor
+        self._shares = actor is not None and actor.engine.mesh.device_mesh is None
+        if self._shares:
+            assert actor is not None
+            lm = actor.engine.network.lm
+        else:
+            seed_everything(recipe.seed)
+            lm = CausalLM(recipe.load(self.device))
+        self.engine = recipe.make_rollout(lm)
+        self._arriving: list[tuple[str, Tensor]] | None = None
+
+    @dispatch(split_rows)
+    def generate(self, requests: list[Request]) -> list[Response]:
+        """One response a request, in order."""
+        return self.engine.generate(requests)
+
+    @dispatch(broadcast)
+    def refresh(self, version: int) -> None:
+        """Take the weights of the actor beside it, as ``version``."""
+        assert self._actor is not None
+        if self._shares:
+            self.engine.weights_changed(version)
+        else:
+            self.engine.load_weights(self._actor.engine.named_full_tensors(), version)
+
+    @dispatch(broadcast)
+    def take_weights(self, bucket: Bucket) -> None:
+        """Some weights of a set that ``finish_weights`` ends."""
+        self._arriving = [*(self._arriving or []), *bucket]
+
+    @dispatch(broadcast)
+    def finish_weights(self, version: int) -> None:
+        """All weights of ``version`` have come. Raises StaleWeights, and samples no more, where some didn't."""
+        if self._arriving is None:
+            raise StaleWeights(f"no weights of version {version} have come")
+        arrived, self._arriving = self._arriving, None
+        self.engine.load_weights(arrived, version)
+
+    @dispatch(gather)
+    def stats(self) -> RolloutStats:
+        """Counts of the last ``generate``."""
+        return self.engine.stats
+
+    @dispatch(gather)
+    def version(self) -> int:
+        """Which weights it samples from."""
+        return self.engine.policy_version
+
+    @dispatch(broadcast)
+    def sleep(self) -> None:
+        """Give the cache's memory back."""
+        self.engine.sleep()
+
+    @dispatch(broadcast)
+    def wake(self) -> None:
+        """Take it again."""
+        self.engine.wake()
+
+
+def _actor(worker: EngineWorker, recipe: Recipe) -> Actor:
+    mesh = Mesh.build(recipe.actor.parallel, worker.device.type)
+    return recipe.make_actor(CausalLM(worker.module), worker.algorithm, worker.device, mesh)
+
+
+def _critic(worker: EngineWorker, recipe: Recipe) -> Critic:
+    mesh = Mesh.build(recipe.critic.parallel, worker.device.type)
+    return recipe.make_critic(worker.module, worker.algorithm, worker.device, mesh)
+
+
+def _reference(worker: EngineWorker, recipe: Recipe) -> Reference:
+    return recipe.make_reference(
+        worker.module, worker.device, Mesh.build(recipe.reference.parallel, worker.device.type)
+    )
+
+
+_MAKE: dict[str, Callable[[EngineWorker, Recipe], Actor | Critic | Reference]] = {
+    "actor": _actor,
+    "critic": _critic,
+    "reference": _reference,
+}
+
+
+def _meet(place: Place) -> torch.device:
+    """The worker's device; its pool's process group is there afterwards."""
+    if place.world_size > 1:
+        join(place)
+    return torch.device(place.device)
+
+
+def _buckets(tensors: Iterator[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
+    bucket: Bucket = []
+    size = 0
+    for name, tensor in tensors:
+        if bucket and size + tensor.nbytes > bucket_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor.cpu()))
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
