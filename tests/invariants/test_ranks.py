@@ -72,6 +72,7 @@ def run_case(
     family: str = "llama",
     tied: bool = False,
     heads: int = 2,
+    shape: dict[str, Any] | None = None,
     is_critic: bool = False,
     aggregation: str = "token-mean",
     shares: list[list[int]] | None = None,
@@ -83,7 +84,7 @@ def run_case(
     if mesh.device_mesh is None:
         keys["offload_parameters"] = False
     config = TrainedConfig(optim=OptimConfig(lr=LR, max_grad_norm=max_grad_norm), **keys)
-    module = tiny(family, tied, heads)
+    module = tiny_model(family, shape=shape) if shape else tiny(family, tied, heads)
     network = ValueNetwork(module) if is_critic else PolicyNetwork(CausalLM(module), 0.7)
     engine = TrainingEngine(network, config, CPU, "critic" if is_critic else "actor", mesh)
     batch = sampled_batch(PROMPTS, RESPONSES)

@@ -25,7 +25,6 @@ from verl.engines.mesh import Mesh
 from verl.engines.offload import MomentsOnCPU
 from verl.engines.packing import cut_by_tokens, cut_into, pack, row_lengths
 from verl.engines.parallel import parallelize
-from verl.engines.passes import OneStage
 from verl.models.networks import Network
 from verl.observe.metrics import MetricSums, merged_over_ranks
 
@@ -53,8 +52,9 @@ class Engine:
         self.config, self.device, self.label = config, device, label
         self.mesh = mesh or Mesh.single()
         self.dtype = next(network.module.parameters()).dtype
-        self.network, weights = parallelize(network, config, self.mesh, device, label, is_trained=self.is_trained)
-        self.passes = OneStage(self.network)
+        self.network, weights, self.passes = parallelize(
+            network, config, self.mesh, device, label, is_trained=self.is_trained
+        )
         if weights is not None:
             self.masters = weights
 
@@ -154,8 +154,8 @@ class TrainingEngine(Engine):
         if self.mesh.dp_size > 1:
             dist.all_reduce(tally.sums, group=self.mesh.dp_group)
             tally.metrics = merged_over_ranks(tally.metrics, self.mesh.dp_group)
-        count, tokens = tally.sums
-        return tally.metrics, count, float(tokens)
+        metrics, (count, tokens) = self.passes.from_last((tally.metrics, tally.sums))
+        return metrics, count, float(tokens)
 
     def _prepare_module(self) -> None:
         """Evaluation mode, as the sampler's: what a model does in training mode only makes it another policy.

@@ -66,7 +66,7 @@ class ShardedNetwork:
 
     def hidden(self, rows: PackedRows) -> Tensor:
         """Hidden states [N, C] of the layers that are here, for the next stage of a pipeline."""
-        return self._run(lambda: self.lm.hidden(rows.input_ids, rows.position_ids, rows.attention))
+        return self._run(lambda: self._network.hidden(rows))
 
     def expect_backward(self, is_last: bool) -> None:
         """Whether the coming backward pass is the update's last. Gradients of whole layers wait for it where whole
@@ -92,8 +92,10 @@ class _Whole(nn.Module):
 class Shards:
     """The float32 slices of a sharded network's trainable parameters, by parameter name: what the optimizer sees."""
 
-    def __init__(self, network: ShardedNetwork, mesh: Mesh, device: torch.device) -> None:
-        self.network, self.mesh, self.device = network, mesh, device
+    def __init__(
+        self, network: ShardedNetwork, mesh: Mesh, device: torch.device, copies: frozenset[str] = frozenset()
+    ) -> None:
+        self.network, self.mesh, self.device, self.copies = network, mesh, device, copies
         self.masters: dict[str, nn.Parameter] = {
             name: p for name, p in network.module.named_parameters() if p.requires_grad
         }
@@ -114,8 +116,8 @@ class Shards:
     def grad_norm(self) -> Tensor:
         """2-norm over all parameters, the same on every rank. A slice that several ranks hold counts once."""
         squares = torch.zeros((), device=self.device)
-        for master in self.masters.values():
-            if master.grad is not None:
+        for name, master in self.masters.items():
+            if master.grad is not None and name not in self.copies:
                 square = torch.linalg.vector_norm(_local(master.grad)).square()
                 squares += square.to(self.device) / self._holders(master)
         for axis in (SHARDING_AXIS, "tp", "pp"):
@@ -132,8 +134,9 @@ class Shards:
     def _holders(self, parameter: Tensor) -> int:
         """Ranks that hold the same slice of ``parameter``."""
         assert isinstance(parameter, DTensor)
-        names = parameter.device_mesh.mesh_dim_names or ()
-        cut = {name for name, placement in zip(names, parameter.placements, strict=True) if placement.is_shard()}
+        places = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
+        # not is_shard(): what tp cuts along the same dim is sharded by a placement that isn't a Shard
+        cut = {axis for axis, placement in places if not placement.is_replicate()}
         return math.prod(self.mesh.size(axis) for axis in (SHARDING_AXIS, "tp") if axis not in cut)
 
 
