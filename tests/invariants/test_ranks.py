@@ -91,20 +91,22 @@ def run_case(
     shares = shares or balanced_shards(row_lengths(batch).tolist(), mesh.dp_size)
     own = shares[mesh.dp_rank] if mesh.dp_size > 1 else list(range(len(batch)))
     output = "values" if is_critic else "log_probs"
-    metrics, inferred = [], []
+    metrics, inferred, masks = [], [], []
     for _ in range(STEPS):
         inferred.append(inferred_rows(engine, batch.select(own), output))
         metrics.append(engine.update(batch.select(own), loss(is_critic, aggregation), lr=LR, entropy=True).result())
+        if mesh.device_mesh is None:
+            masks.append({name: learned(engine, name) for name in engine.masters.masters})
     inferred.append(inferred_rows(engine, batch.select(own), output))
     weights = {name: tensor.clone() for name, tensor in engine.named_full_tensors()}
     found = {"metrics": metrics, "inferred": inferred, "rows": own, "weights": weights}
     if mesh.device_mesh is None:
-        found["learned"] = {name: learned(engine, name) for name in weights}
+        found["learned"] = {name: torch.stack([mask[name] for mask in masks]).all(0) for name in weights}
     return found
 
 
 def learned(engine: TrainingEngine, name: str) -> Tensor:
-    """Where a weight has a gradient beyond rounding: of noise (the bias of GPT-2's keys) Adam makes whole steps."""
+    """Where a weight has had a gradient beyond rounding: of noise (the bias of GPT-2's keys) Adam makes whole steps."""
     return engine.optimizer.state[engine.masters.masters[name]]["exp_avg_sq"].sqrt() > 1e-6
 
 

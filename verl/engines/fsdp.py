@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from verl.engines.config import EngineConfig
 from verl.engines.mesh import SHARDING_AXIS, Mesh
@@ -143,7 +143,10 @@ class Shards:
 def full_tensor(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """``parameter`` whole and in ``dtype``; every rank that holds a part of it must call this."""
     detached = parameter.detach().to(dtype)
-    return detached.full_tensor() if isinstance(detached, DTensor) else detached
+    if not isinstance(detached, DTensor):
+        return detached
+    # slices of slices are joined before the slices, which is the reverse of torch's own order
+    return detached.redistribute(placements=[Replicate(), *detached.placements[1:]]).full_tensor()
 
 
 def _local(tensor: Tensor) -> Tensor:
