@@ -100,8 +100,8 @@ def see_no_tokens(rank: int, folder: Path) -> Any:
     engine = build()
     before = weights(engine)
     batch = sampled_batch([3, 2], [0, 0])
-    metrics = engine.update(batch if rank == 0 else batch.select([]), log_prob_loss, lr=1.0).result()
-    return metrics["actor/grad_norm"], [before, weights(engine)], len(engine.infer(batch.select([]), "log_probs"))
+    metrics = engine.update(batch if rank == 0 else Batch([]), log_prob_loss, lr=1.0).result()
+    return metrics["actor/grad_norm"], [before, weights(engine)], len(engine.infer(Batch([]), "log_probs"))
 
 
 def see_unequal_ranks(rank: int, folder: Path) -> Any:
@@ -242,4 +242,4 @@ def test_frozen_weights_stay(seen: dict[str, list[Any]]) -> None:
 
 def test_a_tensor_of_one_rank_is_whole() -> None:
     weight = torch.nn.Parameter(torch.ones(3))
-    assert torch.equal(full_tensor(weight, torch.bfloat16), torch.ones(3, dtype=torch.bfloat16))
+    assert torch.equal(full_tensor(weight, CPU, torch.bfloat16), torch.ones(3, dtype=torch.bfloat16))

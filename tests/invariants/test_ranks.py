@@ -38,6 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tied": {"tied": True},
     "gpt2": {"family": "gpt2"},
     "windows and softcap": {"family": "gemma2"},
+    "experts": {"family": "qwen3_moe", "max_tokens_per_micro_batch": 8},
     "token-sum": {"aggregation": "token-sum"},
     "one row in a micro-batch": {"max_tokens_per_micro_batch": 8},
     "weights stay gathered": {"reshard_after_forward": False, "max_tokens_per_micro_batch": 8},

@@ -66,7 +66,8 @@ class Engine:
         parts = [batch.select(index) for index in cut]
         found = self.passes.infer([pack(part, self.device) for part in parts], output)
         for index, part, values in zip(cut, parts, found, strict=True):
-            for row, piece in zip(index, values.cpu().split(part.lengths("response_ids").tolist()), strict=True):
+            lengths = part.lengths("response_ids").tolist() if index else []
+            for row, piece in zip(index, values.cpu().split(lengths), strict=True):
                 pieces[row] = piece
         return torch.cat(pieces) if pieces else torch.empty(0)
 
@@ -75,7 +76,7 @@ class Engine:
 
         Every rank must go through all of them. They may be the parameters themselves: copy what is to be kept.
         """
-        own = ((name, full_tensor(p, self.dtype)) for name, p in self.network.module.named_parameters())
+        own = ((name, full_tensor(p, self.device, self.dtype)) for name, p in self.network.module.named_parameters())
         yield from self.passes.full_tensors(own)
 
     def _cut(self, batch: Batch) -> list[list[int]]:

@@ -30,8 +30,8 @@ T = TypeVar("T")
 class ShardedNetwork:
     """``network`` with every decoder layer a unit of its own, and all else (embedding, norm, heads) one more.
 
-    The last unit's forward is the whole network's: a head that is called by itself, or tied to the embedding, finds
-    its weight gathered from the first token in to the last gradient out.
+    The last unit's forward is the whole network's, and it stays gathered: a head that is called by itself, or tied to
+    the embedding, finds its weight from the first token in to the last gradient out.
     """
 
     def __init__(self, network: Network, mesh: Mesh, config: EngineConfig, *, is_trained: bool) -> None:
@@ -45,7 +45,7 @@ class ShardedNetwork:
             fully_shard(
                 unit,
                 mesh=mesh.axis(SHARDING_AXIS),
-                reshard_after_forward=config.reshard_after_forward,
+                reshard_after_forward=config.reshard_after_forward and unit is not self._root,
                 mp_policy=MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32),
                 offload_policy=_offload_policy(mesh) if config.offload_parameters else OffloadPolicy(),
             )
@@ -115,11 +115,12 @@ class Shards:
 
     def grad_norm(self) -> Tensor:
         """2-norm over all parameters, the same on every rank. A slice that several ranks hold counts once."""
+        counted = [m for name, m in self.masters.items() if m.grad is not None and name not in self.copies]
+        norms = torch._foreach_norm([_local(m.grad) for m in counted if m.grad is not None])
         squares = torch.zeros((), device=self.device)
-        for name, master in self.masters.items():
-            if master.grad is not None and name not in self.copies:
-                square = torch.linalg.vector_norm(_local(master.grad)).square()
-                squares += square.to(self.device) / self._holders(master)
+        if counted:
+            holders = torch.tensor([self._holders(m) for m in counted], device=self.device)
+            squares += (torch.stack(norms).to(self.device).square() / holders).sum()
         for axis in (SHARDING_AXIS, "tp", "pp"):
             if self.mesh.size(axis) > 1:
                 dist.all_reduce(squares, group=self.mesh.group(axis))
@@ -140,9 +141,9 @@ class Shards:
         return math.prod(self.mesh.size(axis) for axis in (SHARDING_AXIS, "tp") if axis not in cut)
 
 
-def full_tensor(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """``parameter`` whole and in ``dtype``; every rank that holds a part of it must call this."""
-    detached = parameter.detach().to(dtype)
+def full_tensor(parameter: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """``parameter`` whole, on ``device`` and in ``dtype``; every rank that holds a part of it must call this."""
+    detached = parameter.detach().to(device, dtype)
     if not isinstance(detached, DTensor):
         return detached
     # slices of slices are joined before the slices, which is the reverse of torch's own order
@@ -164,7 +165,8 @@ def _to_float32(unit: nn.Module) -> None:
     """One unit at a time, so that a whole float32 copy of the model never exists."""
     for parameter in unit.parameters():
         if parameter.requires_grad and parameter.dtype != torch.float32:
-            parameter.data = parameter.data.float()
+            # whoever ties or optimizes the parameter keeps it; `data =` leaves the inside of a DTensor as it was
+            torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().float()))
 
 
 def _offload_policy(mesh: Mesh) -> CPUOffloadPolicy:
