@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 
 from tests.batches import sampled_batch
-from verl.engines.packing import cut_by_tokens, pack
+from verl.engines.packing import EVEN_COST_TOKENS, balanced_shards, cut_by_tokens, cut_into, pack, workload
 
 
 def test_cut_keeps_every_row_once_within_the_budget() -> None:
@@ -31,3 +31,44 @@ def test_pack_lays_prompt_and_response_end_to_end() -> None:
     assert rows.position_ids.tolist() == [0, 1, 2, 0, 1, 2]
     assert rows.predict_at.tolist() == [1, 3, 4]
     assert rows.targets.tolist() == [13, 22, 23]
+
+
+def test_no_rows_pack_into_a_token_that_predicts_nothing() -> None:
+    rows = pack(sampled_batch([2], [1]).select([]), torch.device("cpu"))
+    assert (rows.input_ids.tolist(), rows.position_ids.tolist()) == ([0], [0])
+    assert rows.predict_at.tolist() == rows.targets.tolist() == []
+
+
+def test_ranks_of_unequal_lengths_make_equally_many_passes() -> None:
+    """H24: budget 8; rows of 7 stand alone, so four passes, and rows of 2 are cut into as many."""
+    long, short = (cut_by_tokens([n] * 4, 8) for n in (7, 2))
+    assert (len(long), len(short)) == (4, 1)
+    assert cut_into(long, [7] * 4, 4) == long
+    assert sorted(cut_into(short, [2] * 4, 4)) == [[0], [1], [2], [3]]
+
+
+def test_a_rank_with_fewer_rows_than_passes_makes_empty_ones() -> None:
+    assert cut_into(cut_by_tokens([5, 3], 8), [5, 3], 4) == [[0], [1], [], []]
+    assert cut_into([], [], 2) == [[], []]
+
+
+def test_the_heaviest_micro_batch_is_halved_first() -> None:
+    lengths = [9, 1, 8, 2]
+    assert sorted(cut_into([[0, 2], [1, 3]], lengths, 3)) == [[0], [1, 3], [2]]
+
+
+def test_attention_makes_a_long_row_cost_more_than_its_tokens() -> None:
+    assert workload(EVEN_COST_TOKENS) == 2 * EVEN_COST_TOKENS
+    assert workload(100) < 101
+    long, short = 2 * EVEN_COST_TOKENS, EVEN_COST_TOKENS
+    assert workload(long) == 3 * 2 * short  # so the three short rows below are less work than the long one
+    assert balanced_shards([long, short, short, short, 1, 1], 2) == [[0, 4, 5], [1, 2, 3]]
+
+
+def test_shards_have_equally_many_rows_and_like_work() -> None:
+    lengths = [9, 1, 8, 2, 7, 3, 6]
+    shards = balanced_shards(lengths, 2)
+    assert sorted(row for shard in shards for row in shard) == list(range(7))
+    assert sorted(map(len, shards)) == [3, 4]
+    assert balanced_shards([9, 8, 7, 6], 2) == [[0, 3], [1, 2]]
+    assert balanced_shards([4], 2) == [[0], []]

@@ -38,6 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tied": {"tied": True},
     "gpt2": {"family": "gpt2"},
     "windows and softcap": {"family": "gemma2"},
+    "experts": {"family": "qwen3_moe", "max_tokens_per_micro_batch": 8},
     "token-sum": {"aggregation": "token-sum"},
     "one row in a micro-batch": {"max_tokens_per_micro_batch": 8},
     "weights stay gathered": {"reshard_after_forward": False, "max_tokens_per_micro_batch": 8},
@@ -72,6 +73,7 @@ def run_case(
     family: str = "llama",
     tied: bool = False,
     heads: int = 2,
+    shape: dict[str, Any] | None = None,
     is_critic: bool = False,
     aggregation: str = "token-mean",
     shares: list[list[int]] | None = None,
@@ -83,27 +85,29 @@ def run_case(
     if mesh.device_mesh is None:
         keys["offload_parameters"] = False
     config = TrainedConfig(optim=OptimConfig(lr=LR, max_grad_norm=max_grad_norm), **keys)
-    module = tiny(family, tied, heads)
+    module = tiny_model(family, shape=shape) if shape else tiny(family, tied, heads)
     network = ValueNetwork(module) if is_critic else PolicyNetwork(CausalLM(module), 0.7)
     engine = TrainingEngine(network, config, CPU, "critic" if is_critic else "actor", mesh)
     batch = sampled_batch(PROMPTS, RESPONSES)
     shares = shares or balanced_shards(row_lengths(batch).tolist(), mesh.dp_size)
     own = shares[mesh.dp_rank] if mesh.dp_size > 1 else list(range(len(batch)))
     output = "values" if is_critic else "log_probs"
-    metrics, inferred = [], []
+    metrics, inferred, masks = [], [], []
     for _ in range(STEPS):
         inferred.append(inferred_rows(engine, batch.select(own), output))
         metrics.append(engine.update(batch.select(own), loss(is_critic, aggregation), lr=LR, entropy=True).result())
+        if mesh.device_mesh is None:
+            masks.append({name: learned(engine, name) for name in engine.masters.masters})
     inferred.append(inferred_rows(engine, batch.select(own), output))
     weights = {name: tensor.clone() for name, tensor in engine.named_full_tensors()}
     found = {"metrics": metrics, "inferred": inferred, "rows": own, "weights": weights}
     if mesh.device_mesh is None:
-        found["learned"] = {name: learned(engine, name) for name in weights}
+        found["learned"] = {name: torch.stack([mask[name] for mask in masks]).all(0) for name in weights}
     return found
 
 
 def learned(engine: TrainingEngine, name: str) -> Tensor:
-    """Where a weight has a gradient beyond rounding: of noise (the bias of GPT-2's keys) Adam makes whole steps."""
+    """Where a weight has had a gradient beyond rounding: of noise (the bias of GPT-2's keys) Adam makes whole steps."""
     return engine.optimizer.state[engine.masters.masters[name]]["exp_avg_sq"].sqrt() > 1e-6
 
 

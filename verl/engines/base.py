@@ -22,12 +22,11 @@ from verl.batch import FIELDS, Batch, pad_rows
 from verl.common.errors import CheckpointError, ConfigError
 from verl.engines.checkpoint_parts import load_optimizer, load_weights, save_optimizer, save_weights
 from verl.engines.config import EngineConfig, TrainedConfig
-from verl.engines.fsdp import full_tensor, sliced_like
+from verl.engines.fsdp import full_tensor, local_part, sliced_like
 from verl.engines.mesh import Mesh
 from verl.engines.offload import MomentsOnCPU
 from verl.engines.packing import cut_by_tokens, cut_into, pack, row_lengths
 from verl.engines.parallel import parallelize
-from verl.engines.passes import OneStage
 from verl.models.networks import Network
 from verl.observe.metrics import MetricSums, merged_over_ranks
 
@@ -55,8 +54,9 @@ class Engine:
         self.config, self.device, self.label = config, device, label
         self.mesh = mesh or Mesh.single()
         self.dtype = next(network.module.parameters()).dtype
-        self.network, weights = parallelize(network, config, self.mesh, device, label, is_trained=self.is_trained)
-        self.passes = OneStage(self.network)
+        self.network, weights, self.passes = parallelize(
+            network, config, self.mesh, device, label, is_trained=self.is_trained
+        )
         if weights is not None:
             self.masters = weights
 
@@ -68,7 +68,8 @@ class Engine:
         parts = [batch.select(index) for index in cut]
         found = self.passes.infer([pack(part, self.device) for part in parts], output)
         for index, part, values in zip(cut, parts, found, strict=True):
-            for row, piece in zip(index, values.cpu().split(part.lengths("response_ids").tolist()), strict=True):
+            lengths = part.lengths("response_ids").tolist() if index else []
+            for row, piece in zip(index, values.cpu().split(lengths), strict=True):
                 pieces[row] = piece
         return torch.cat(pieces) if pieces else torch.empty(0)
 
@@ -77,7 +78,7 @@ class Engine:
 
         Every rank must go through all of them. They may be the parameters themselves: copy what is to be kept.
         """
-        own = ((name, full_tensor(p, self.dtype)) for name, p in self.network.module.named_parameters())
+        own = ((name, full_tensor(p, self.device, self.dtype)) for name, p in self.network.module.named_parameters())
         yield from self.passes.full_tensors(own)
 
     @torch.no_grad()
@@ -89,7 +90,7 @@ class Engine:
         for name, parameter in self.network.module.named_parameters():
             if name not in weights or weights[name].shape != parameter.shape:
                 raise CheckpointError(f"there is no tensor of shape {list(parameter.shape)} for {name!r}")
-            parameter.copy_(sliced_like(weights[name], parameter))
+            local_part(parameter).copy_(sliced_like(weights[name], parameter))
 
     def _cut(self, batch: Batch) -> list[list[int]]:
         """Rows of each micro-batch: as many on every data-parallel rank as the one with the most needs."""
@@ -191,8 +192,8 @@ class TrainingEngine(Engine):
         if self.mesh.dp_size > 1:
             dist.all_reduce(tally.sums, group=self.mesh.dp_group)
             tally.metrics = merged_over_ranks(tally.metrics, self.mesh.dp_group)
-        count, tokens = tally.sums
-        return tally.metrics, count, float(tokens)
+        metrics, (count, tokens) = self.passes.from_last((tally.metrics, tally.sums))
+        return metrics, count, float(tokens)
 
     def _prepare_module(self) -> None:
         """Evaluation mode, as the sampler's: what a model does in training mode only makes it another policy.

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from verl.engines.config import EngineConfig
 from verl.engines.mesh import SHARDING_AXIS, Mesh
@@ -30,8 +30,8 @@ T = TypeVar("T")
 class ShardedNetwork:
     """``network`` with every decoder layer a unit of its own, and all else (embedding, norm, heads) one more.
 
-    The last unit's forward is the whole network's: a head that is called by itself, or tied to the embedding, finds
-    its weight gathered from the first token in to the last gradient out.
+    The last unit's forward is the whole network's, and it stays gathered: a head that is called by itself, or tied to
+    the embedding, finds its weight from the first token in to the last gradient out.
     """
 
     def __init__(self, network: Network, mesh: Mesh, config: EngineConfig, *, is_trained: bool) -> None:
@@ -45,7 +45,7 @@ class ShardedNetwork:
             fully_shard(
                 unit,
                 mesh=mesh.axis(SHARDING_AXIS),
-                reshard_after_forward=config.reshard_after_forward,
+                reshard_after_forward=config.reshard_after_forward and unit is not self._root,
                 mp_policy=MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32),
                 offload_policy=_offload_policy(mesh) if config.offload_parameters else OffloadPolicy(),
             )
@@ -66,7 +66,7 @@ class ShardedNetwork:
 
     def hidden(self, rows: PackedRows) -> Tensor:
         """Hidden states [N, C] of the layers that are here, for the next stage of a pipeline."""
-        return self._run(lambda: self.lm.hidden(rows.input_ids, rows.position_ids, rows.attention))
+        return self._run(lambda: self._network.hidden(rows))
 
     def expect_backward(self, is_last: bool) -> None:
         """Whether the coming backward pass is the update's last. Gradients of whole layers wait for it where whole
@@ -92,8 +92,10 @@ class _Whole(nn.Module):
 class Shards:
     """The float32 slices of a sharded network's trainable parameters, by parameter name: what the optimizer sees."""
 
-    def __init__(self, network: ShardedNetwork, mesh: Mesh, device: torch.device) -> None:
-        self.network, self.mesh, self.device = network, mesh, device
+    def __init__(
+        self, network: ShardedNetwork, mesh: Mesh, device: torch.device, copies: frozenset[str] = frozenset()
+    ) -> None:
+        self.network, self.mesh, self.device, self.copies = network, mesh, device, copies
         self.masters: dict[str, nn.Parameter] = {
             name: p for name, p in network.module.named_parameters() if p.requires_grad
         }
@@ -109,15 +111,16 @@ class Shards:
 
     def gradients(self) -> list[Tensor]:
         """This rank's slices of the gradients that exist, to be changed in place."""
-        return [_local(m.grad) for m in self.masters.values() if m.grad is not None]
+        return [local_part(m.grad) for m in self.masters.values() if m.grad is not None]
 
     def grad_norm(self) -> Tensor:
         """2-norm over all parameters, the same on every rank. A slice that several ranks hold counts once."""
+        counted = [m for name, m in self.masters.items() if m.grad is not None and name not in self.copies]
+        norms = torch._foreach_norm([local_part(m.grad) for m in counted if m.grad is not None])
         squares = torch.zeros((), device=self.device)
-        for master in self.masters.values():
-            if master.grad is not None:
-                square = torch.linalg.vector_norm(_local(master.grad)).square()
-                squares += square.to(self.device) / self._holders(master)
+        if counted:
+            holders = torch.tensor([self._holders(m) for m in counted], device=self.device)
+            squares += (torch.stack(norms).to(self.device).square() / holders).sum()
         for axis in (SHARDING_AXIS, "tp", "pp"):
             if self.mesh.size(axis) > 1:
                 dist.all_reduce(squares, group=self.mesh.group(axis))
@@ -132,27 +135,37 @@ class Shards:
     def _holders(self, parameter: Tensor) -> int:
         """Ranks that hold the same slice of ``parameter``."""
         assert isinstance(parameter, DTensor)
-        names = parameter.device_mesh.mesh_dim_names or ()
-        cut = {name for name, placement in zip(names, parameter.placements, strict=True) if placement.is_shard()}
+        places = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
+        # not is_shard(): what tp cuts along the same dim is sharded by a placement that isn't a Shard
+        cut = {axis for axis, placement in places if not placement.is_replicate()}
         return math.prod(self.mesh.size(axis) for axis in (SHARDING_AXIS, "tp") if axis not in cut)
 
 
-def full_tensor(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """``parameter`` whole and in ``dtype``; every rank that holds a part of it must call this."""
-    detached = parameter.detach().to(dtype)
-    return detached.full_tensor() if isinstance(detached, DTensor) else detached
+def full_tensor(parameter: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """``parameter`` whole, on ``device`` and in ``dtype``; every rank that holds a part of it must call this."""
+    detached = parameter.detach().to(device, dtype)
+    if not isinstance(detached, DTensor):
+        return detached
+    # slices of slices are joined before the slices, which is the reverse of torch's own order
+    return detached.redistribute(placements=[Replicate(), *detached.placements[1:]]).full_tensor()
 
 
 def sliced_like(whole: Tensor, parameter: Tensor) -> Tensor:
-    """What ``parameter``'s rank holds of ``whole``, of which every rank has a copy."""
+    """What ``parameter``'s rank holds of ``whole``: cut along the last mesh axis first, as slices of slices are made."""
     if not isinstance(parameter, DTensor):
         return whole
-    there = whole.to(parameter.to_local().device, parameter.dtype)
-    return distribute_tensor(there, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    mesh = parameter.device_mesh
+    for axis in reversed(range(mesh.ndim)):
+        placement: Any = parameter.placements[axis]
+        if not placement.is_replicate():
+            pieces, rank = whole.chunk(mesh.size(axis), placement.dim), mesh.get_local_rank(axis)
+            whole = pieces[rank] if rank < len(pieces) else whole.narrow(placement.dim, 0, 0)
+    return whole
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of ``tensor``."""
+    return tensor.tolocal_part() if isinstance(tensor, DTensor) else tensor
 
 
 def _layers(backbone: nn.Module) -> list[nn.Module]:
@@ -166,7 +179,8 @@ def _to_float32(unit: nn.Module) -> None:
     """One unit at a time, so that a whole float32 copy of the model never exists."""
     for parameter in unit.parameters():
         if parameter.requires_grad and parameter.dtype != torch.float32:
-            parameter.data = parameter.data.float()
+            # whoever ties or optimizes the parameter keeps it; `data =` leaves the inside of a DTensor as it was
+            torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().float()))
 
 
 def _offload_policy(mesh: Mesh) -> CPUOffloadPolicy:

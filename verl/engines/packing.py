@@ -72,9 +72,10 @@ def balanced_shards(lengths: Sequence[int], count: int) -> list[list[int]]:
     """
     shards: list[list[int]] = [[] for _ in range(count)]
     loads = [0.0] * count
-    for place, row in enumerate(_longest_first(lengths)):
-        room = place // count  # each rank gets one row before any gets another
-        best = min((s for s in range(count) if len(shards[s]) == room), key=lambda s: loads[s])
+    each, left = divmod(len(lengths), count)
+    for row in _longest_first(lengths):
+        open_to = each + (sum(len(shard) > each for shard in shards) < left)
+        best = min((s for s in range(count) if len(shards[s]) < open_to), key=lambda s: loads[s])
         shards[best].append(row)
         loads[best] += workload(lengths[row])
     return [sorted(rows) for rows in shards]

@@ -1,6 +1,7 @@
 """A network on a mesh: the techniques that the mesh asks for, applied in their order.
 
-Tensor parallel cuts the matrices, FSDP shards what is left of them, sequence parallel splits the tokens that come in.
+Tensor parallel cuts the matrices, a pipeline keeps a run of the layers, FSDP shards what is left of them, sequence
+parallel splits the tokens that come in.
 One rank gets the network as it is.
 """
 
@@ -13,6 +14,8 @@ from verl.engines.config import EngineConfig
 from verl.engines.fsdp import ShardedNetwork, Shards
 from verl.engines.masters import Masters
 from verl.engines.mesh import Mesh
+from verl.engines.passes import OneStage
+from verl.engines.pipeline import Pipeline, Stage
 from verl.engines.sequence import SequenceParallelNetwork
 from verl.engines.tensor import apply_tensor_parallel
 from verl.models.networks import Network
@@ -20,8 +23,9 @@ from verl.models.networks import Network
 
 def parallelize(
     network: Network, config: EngineConfig, mesh: Mesh, device: torch.device, label: str, *, is_trained: bool
-) -> tuple[Network, Masters | Shards | None]:
-    """``network`` over the ranks of ``mesh``, its module changed in place, and its float32 weights if it is trained.
+) -> tuple[Network, Masters | Shards | None, OneStage | Pipeline]:
+    """``network`` over the ranks of ``mesh``, its module changed in place; its float32 weights if it is trained; how
+    micro-batches pass through it.
 
     Every rank holds the same weights beforehand. ``label`` is the role, for messages.
     Raises ConfigError naming the key that can't be, UnsupportedModel for a model that can't be cut.
@@ -32,8 +36,11 @@ def parallelize(
                 f"{label}.offload_parameters=true needs several ranks, whose slices can lie in CPU memory, and there "
                 f"is one: set it to false{' (offload_optimizer works on one)' if is_trained else ''}"
             )
-        return network, Masters(network.module) if is_trained else None
+        return network, Masters(network.module) if is_trained else None, OneStage(network)
+    dtype = next(network.module.parameters()).dtype
     apply_tensor_parallel(network.lm, mesh)
+    stage = Stage(network, mesh.pp_rank, mesh.pp_size) if mesh.pp_size > 1 else None
     sharded = ShardedNetwork(network, mesh, config, is_trained=is_trained)
-    shards = Shards(sharded, mesh, device) if is_trained else None
-    return SequenceParallelNetwork(sharded, mesh) if mesh.sp_size > 1 else sharded, shards
+    shards = Shards(sharded, mesh, device, stage.copies if stage else frozenset()) if is_trained else None
+    whole = SequenceParallelNetwork(sharded, mesh) if mesh.sp_size > 1 else sharded
+    return whole, shards, Pipeline(whole, stage, mesh, device, dtype) if stage else OneStage(whole)

@@ -43,6 +43,12 @@ class SequenceParallelNetwork:
         outputs = self.network(own, entropy)
         return {name: _GatherRuns.apply(values, counts, group) for name, values in outputs.items()}  # type: ignore[no-untyped-call]
 
+    def hidden(self, rows: PackedRows) -> Tensor:
+        """Hidden states [n, C] of this rank's tokens, for the next stage of a pipeline."""
+        group = self.mesh.sp_group
+        assert group is not None
+        return self.network.hidden(own_tokens(rows, self.mesh.sp_rank, self.mesh.sp_size, group)[0])
+
 
 def own_tokens(rows: PackedRows, rank: int, size: int, group: dist.ProcessGroup) -> tuple[PackedRows, list[int]]:
     """The ``rank``-th of ``size`` equal runs of tokens, and how many response tokens each run predicts.
