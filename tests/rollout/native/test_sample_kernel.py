@@ -147,3 +147,12 @@ def test_advance_alone_equals_its_definition() -> None:
     advance(tokens, log_probs, twin, expected)
     assert state.columns.tolist() == twin.columns.tolist() and state.left.tolist() == [2, 0, 0, 3, 0, 3]
     assert out.tokens.tolist() == expected.tokens.tolist() and out.log_probs.tolist() == expected.log_probs.tolist()
+
+
+@pytest.mark.parametrize("vocab", [13, 2053])
+@pytest.mark.parametrize("temperature", [2.0, math.inf])
+def test_nothing_right_of_the_vocabulary_counts(vocab: int, temperature: float) -> None:
+    """Infinity is what a temperature beyond float32 becomes."""
+    given = logits(6, vocab)
+    check(given, rows(6, temperature=temperature))
+    check(given, rows(6, temperature=temperature), 0.5 * torch.tanh(given / 0.5), softcap=0.5)

@@ -131,8 +131,9 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
     best_id = begin + lane
     for start in range(begin, end, BLOCK):
         ids = start + lane
-        logits = tl.load(logit_row + ids, mask=ids < vocab_size, other=float("-inf"))
-        tempered = _tempered(logits, scale, softcap, coldness, HAS_SOFTCAP)
+        is_id = ids < vocab_size
+        tempered = _tempered(tl.load(logit_row + ids, mask=is_id, other=0.0), scale, softcap, coldness, HAS_SOFTCAP)
+        tempered = tl.where(is_id, tempered, float("-inf"))  # only here: a softcap would make -inf a number
         new_top = tl.maximum(top, tl.max(tempered, 1) * _LOG2_E)
         total = total * tl.exp2(top - new_top) + tl.sum(tl.exp2(tempered * _LOG2_E - new_top[:, None]), 1)
         top = new_top
