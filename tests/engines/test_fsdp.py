@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from verl.trainer.checkpoint_parts import load_optimizer, save_optimizer
 
 from tests.batches import sampled_batch
 from tests.ranks import run_ranks
@@ -24,7 +25,6 @@ from verl.engines.mesh import Mesh, ParallelConfig
 from verl.models.causal_lm import CausalLM
 from verl.models.networks import PolicyNetwork
 from verl.observe.communication import CommunicationRecorder
-from verl.trainer.checkpoint_parts import load_optimizer, save_optimizer
 
 CPU = torch.device("cpu")
 PARAMETERS = sum(p.numel() for p in tiny_model("llama").parameters())

@@ -151,7 +151,7 @@ def full_tensor(parameter: Tensor, device: torch.device, dtype: torch.dtype) -> 
 
 
 def sliced_like(whole: Tensor, parameter: Tensor) -> Tensor:
-    """What ``parameter``'s rank holds of ``whole``: cut along the last mesh axis first, as slices of slices are made."""
+    """What the rank of ``parameter`` holds of ``whole``: cut along the last axis first, as slices of slices are made."""
     if not isinstance(parameter, DTensor):
         return whole
     mesh = parameter.device_mesh
@@ -165,7 +165,7 @@ def sliced_like(whole: Tensor, parameter: Tensor) -> Tensor:
 
 def local_part(tensor: Tensor) -> Tensor:
     """What this rank holds of ``tensor``."""
-    return tensor.tolocal_part() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _layers(backbone: nn.Module) -> list[nn.Module]:
