@@ -19,6 +19,7 @@ from verl.controller.dispatch import (
     last_stage,
     one_rank,
     rules_of,
+    split_first,
     split_gather,
     split_rows,
     to_all,
@@ -42,16 +43,18 @@ def join(rule: Rule) -> Any:
 def test_arguments() -> None:
     assert cut(broadcast, [1, 2]) == cut(gather, [1, 2]) == [[[1, 2]]] * 8
     assert cut(one_rank, 5) == [[5], *[None] * 7]
-    rows = [[[1, 2], "x"]] * 2 + [[[3], "x"]] * 2
-    assert cut(split_rows, [1, 2, 3], "x") == cut(last_stage, [1, 2, 3], "x") == rows * 2
+    rows = [[[1, 2], "x"]] * 4 + [[[3], "x"]] * 4
+    assert cut(split_rows, [1, 2, 3], "x") == cut(last_stage, [1, 2, 3], "x") == rows
+    assert cut(split_first, [1, 2, 3], "x") == rows
 
 
 def test_results() -> None:
     assert join(broadcast) == join(one_rank) == [0]
     assert join(gather) == [[rank] for rank in range(8)]
-    assert join(split_rows) == [0, 2]
-    assert join(last_stage) == [4, 6]
-    assert join(split_gather) == [[4], [6]]
+    assert join(split_rows) == [0, 4]
+    assert join(split_first) == [0]
+    assert join(last_stage) == [2, 6]
+    assert join(split_gather) == [[2], [6]]
 
 
 def test_rows_that_differ() -> None:
