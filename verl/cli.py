@@ -47,7 +47,11 @@ def train(
     """Train with the algorithm that the config names."""
     from verl.config import load_config
     from verl.trainer.launch import plan, train_run
+    from verl.trainer.placement import is_other_rank, serve_rank_0
 
+    if dry_run and is_other_rank():
+        return
+    serve_rank_0()
     run = load_config(config, overrides or [])
     if dry_run:
         typer.echo(plan(run))

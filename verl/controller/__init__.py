@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verl.controller.controller import Controller, run
+from verl.controller.controller import Controller, run, serve
 from verl.controller.dispatch import (
     Rule,
     broadcast,
@@ -36,6 +36,7 @@ __all__ = [
     "last_stage",
     "one_rank",
     "run",
+    "serve",
     "split_first",
     "split_gather",
     "split_rows",

@@ -37,10 +37,19 @@ def run(program: Callable[[Controller], T], executor: str = "inprocess", **optio
 
     Under the executor "torchrun" every process calls this: rank 0 runs the program, the others serve it and get None.
     """
-    if EXECUTORS.load(executor).serve():
+    if serve(executor):
         return None
     with Controller(executor, **options) as controller:
         return program(controller)
+
+
+def serve(executor: str) -> bool:
+    """In a process that the executor's controller has as a worker: be one until that controller is closed, then True.
+
+    False at once in the controller's own process.
+    """
+    served: bool = EXECUTORS.load(executor).serve()
+    return served
 
 
 class Controller:

@@ -6,6 +6,8 @@ The only place that knows which engine, network and worker make up a role. Nothi
 from __future__ import annotations
 
 import copy
+import logging
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -27,7 +29,7 @@ from verl.models.loading import compute_dtype, outline_of
 from verl.observe.flops import ModelShape
 from verl.rewards.runner import RewardRunner
 from verl.trainer.inputs import Given, Inputs, load_inputs, pick_device
-from verl.trainer.placement import layout_of
+from verl.trainer.placement import PlacementConfig, launched_ranks, layout_of
 from verl.trainer.sections import OnPolicyRun
 from verl.workers.recipe import Recipe
 from verl.workers.reference import Reference
@@ -35,6 +37,8 @@ from verl.workers.remote import RemoteEngine, RemoteRollout, RemoteWeights
 from verl.workers.rollout import Rollout
 from verl.workers.served import EngineWorker, RolloutWorker
 from verl.workers.trained import Actor, Critic, TrainedRole
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -114,16 +118,32 @@ def assemble(config: OnPolicyRun, given: Given) -> Parts:
             "it with save_pretrained and give the folder, or set placement.executor=inprocess"
         )
     device = pick_device(config.trainer.device)
-    inputs = load_inputs(config, given)
-    try:
+    with ExitStack() as on_error:
+        controller = None
+        if not is_here:  # first of all: other ranks wait for it, while data may take minutes
+            controller = on_error.enter_context(_controller(config.placement))
+        inputs = load_inputs(config, given)
+        on_error.callback(inputs.rewards.close)
         inputs.rewards.start()
         seed_everything(config.trainer.seed)
         recipe = _recipe(config, inputs.tokenizer)
-        roles = _roles_here(config, given, recipe, device) if is_here else _roles_on_workers(config, recipe)
-        return _parts(config, inputs, roles)
-    except BaseException:
-        inputs.rewards.close()
-        raise
+        if controller is None:
+            roles = _roles_here(config, given, recipe, device)
+        else:
+            roles = _roles_on_workers(config, recipe, controller)
+        parts = _parts(config, inputs, roles)
+        on_error.pop_all()
+    return parts
+
+
+def _controller(placement: PlacementConfig) -> Controller:
+    if idle := placement.idle_ranks:
+        log.warning(
+            "torchrun started %d processes, and ranks %s have no role: start fewer, or raise placement.devices",
+            launched_ranks(),
+            idle,
+        )
+    return Controller(placement.kind, call_timeout_s=placement.call_timeout_s)
 
 
 def _recipe(config: OnPolicyRun, tokenizer: PreTrainedTokenizerBase) -> Recipe:
@@ -171,40 +191,35 @@ def _roles_here(config: OnPolicyRun, given: Given, recipe: Recipe, device: torch
     )
 
 
-def _roles_on_workers(config: OnPolicyRun, recipe: Recipe) -> _Roles:
+def _roles_on_workers(config: OnPolicyRun, recipe: Recipe, controller: Controller) -> _Roles:
     """A worker group for each role, on the devices that ``placement`` names, and what stands for it here."""
     placement = config.placement
     kind: Any = {"auto": None, "cpu": "cpu"}.get(config.trainer.device, "cuda")
     outline = outline_of(config.model, recipe.tokenizer)
     device_type = "cuda" if kind == "cuda" or (kind is None and torch.cuda.is_available()) else "cpu"
     algorithm = recipe.make_algorithm(compute_dtype(config.model.amp_dtype, torch.device(device_type)))
-    controller = Controller(placement.kind, call_timeout_s=placement.call_timeout_s)
-    try:
-        main = placement.pool(None, kind)
+    main = placement.pool(None, kind)
 
-        def group(role: str, parallel: ParallelConfig) -> WorkerGroup:
-            own = getattr(placement, role, None)
-            pool = main if own is None else placement.pool(own, kind)
-            return controller.group(role, EngineWorker, pool, layout_of(parallel), role=role, recipe=recipe)
+    def group(role: str, parallel: ParallelConfig) -> WorkerGroup:
+        own = getattr(placement, role, None)
+        pool = main if own is None else placement.pool(own, kind)
+        return controller.group(role, EngineWorker, pool, layout_of(parallel), role=role, recipe=recipe)
 
-        seed = config.trainer.seed
-        actor_engine = RemoteEngine(group("actor", config.actor.parallel), algorithm, Actor.writes)
-        actor = Actor(cast(Any, actor_engine), config.actor, algorithm, seed)
-        critic = reference = None
-        if "critic" in algorithm.needs:
-            engine = RemoteEngine(group("critic", config.critic.parallel), algorithm, Critic.writes)
-            critic = Critic(cast(Any, engine), config.critic, algorithm, seed)
-        if "reference" in algorithm.needs:
-            engine = RemoteEngine(group("reference", config.reference.parallel), algorithm, Reference.writes)
-            reference = Reference(cast(Any, engine))
-        is_colocated = placement.rollout is None
-        pool = main if is_colocated else placement.pool(placement.rollout, kind)
-        rollout = RemoteRollout(controller.group("rollout", RolloutWorker, pool, recipe=recipe))
-        weights = RemoteWeights(actor_engine, rollout, is_colocated=is_colocated)
-        weights.set_version(0)
-    except BaseException:
-        controller.close()
-        raise
+    seed = config.trainer.seed
+    actor_engine = RemoteEngine(group("actor", config.actor.parallel), algorithm, Actor.writes)
+    actor = Actor(cast(Any, actor_engine), config.actor, algorithm, seed)
+    critic = reference = None
+    if "critic" in algorithm.needs:
+        engine = RemoteEngine(group("critic", config.critic.parallel), algorithm, Critic.writes)
+        critic = Critic(cast(Any, engine), config.critic, algorithm, seed)
+    if "reference" in algorithm.needs:
+        engine = RemoteEngine(group("reference", config.reference.parallel), algorithm, Reference.writes)
+        reference = Reference(cast(Any, engine))
+    is_colocated = placement.rollout is None
+    pool = main if is_colocated else placement.pool(placement.rollout, kind)
+    rollout = RemoteRollout(controller.group("rollout", RolloutWorker, pool, recipe=recipe))
+    weights = RemoteWeights(actor_engine, rollout, is_colocated=is_colocated)
+    weights.set_version(0)
     return _Roles(
         device=torch.device("cpu"),
         module=None,

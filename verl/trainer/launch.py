@@ -15,6 +15,7 @@ from verl.algorithms import ALGORITHMS
 from verl.observe.curve import reward_curve_png
 from verl.observe.report import print_report
 from verl.trainer.inputs import Given, load_inputs
+from verl.trainer.placement import serve_rank_0
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.resume import prepare_folder
 from verl.trainer.sections import OnPolicyRun
@@ -43,7 +44,11 @@ def plan(config: OnPolicyRun) -> str:
 
 
 def train_run(config: OnPolicyRun) -> int:
-    """Train and print the summary. Returns the exit code: 0, or 128 + signal after an interrupt."""
+    """Train and print the summary. Returns the exit code: 0, or 128 + signal after an interrupt.
+
+    Ranks of torchrun other than 0 serve and leave by SystemExit(0).
+    """
+    serve_rank_0()
     folder = config.trainer.output_dir.absolute()  # wherever a reward may change the working folder to
     prepare_folder(config.trainer)
     with _log_file(folder):

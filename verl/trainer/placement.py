@@ -1,6 +1,6 @@
 """Where the roles of a run live: the executor, and the devices of each role.
 
-Numbers and names come in; pools and layouts for the controller go out. Starts nothing.
+Numbers and names come in; pools and layouts for the controller go out. What torchrun says of this process is read here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from verl.common.section import Section
-from verl.controller import Layout, ResourcePool
+from verl.controller import Layout, ResourcePool, serve
 from verl.engines.mesh import ParallelConfig
 
 Devices = int | list[int]
@@ -50,6 +50,11 @@ class PlacementConfig(Section):
                 )
         if self.nodes > 1 and self.kind != "ray":
             raise ValueError(f"placement.nodes={self.nodes} needs placement.executor=ray, got {self.kind!r}")
+        if self.kind != "torchrun" and (ranks := launched_ranks()) > 1:
+            raise ValueError(
+                f"placement.executor={self.kind} would leave {ranks - 1} of the {ranks} processes of torchrun without "
+                "work: set it to torchrun or auto, or start one process"
+            )
         return self
 
     @property
@@ -57,7 +62,7 @@ class PlacementConfig(Section):
         """The executor, auto resolved."""
         if self.executor != "auto":
             return self.executor
-        if _launched_ranks() is not None:
+        if launched_ranks() > 1:
             return "torchrun"
         own = [self.critic, self.reference, self.rollout]
         return "processes" if self.num_devices > 1 or any(x is not None for x in own) else "inprocess"
@@ -66,12 +71,19 @@ class PlacementConfig(Section):
     def num_devices(self) -> int:
         """The actor's devices on a node."""
         if self.devices is None:
-            return (_launched_ranks() or 1) if self.executor in ("auto", "torchrun") else 1
+            return (launched_ranks() or 1) if self.executor in ("auto", "torchrun") else 1
         return self.devices if isinstance(self.devices, int) else len(self.devices)
 
     def pool(self, devices: Devices | None, device_kind: Literal["cpu", "cuda"] | None) -> ResourcePool:
         """A pool of these devices; None: the actor's."""
         return ResourcePool(devices or self.devices or self.num_devices, nodes=self.nodes, kind=device_kind)
+
+    @property
+    def idle_ranks(self) -> list[int]:
+        """Processes that torchrun started and that no role is on."""
+        asked = [self.devices or self.num_devices, self.critic or 0, self.reference or 0, self.rollout or 0]
+        used = {rank for devices in asked for rank in (range(devices) if isinstance(devices, int) else devices)}
+        return [rank for rank in range(launched_ranks()) if rank not in used]
 
 
 def layout_of(parallel: ParallelConfig) -> Layout:
@@ -82,8 +94,21 @@ def layout_of(parallel: ParallelConfig) -> Layout:
     )
 
 
-def _launched_ranks() -> int | None:
-    """Ranks that torchrun started, of which this process is one; None where it isn't."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return None
-    return int(os.environ["WORLD_SIZE"])
+def launched_ranks() -> int:
+    """Processes that torchrun started, of which this is one; 0 where it didn't."""
+    return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 0
+
+
+def is_other_rank() -> bool:
+    """Whether this process is one that torchrun started to serve rank 0."""
+    return launched_ranks() > 1 and os.environ["RANK"] != "0"
+
+
+def serve_rank_0() -> None:
+    """In torchrun's processes but rank 0's: do rank 0's bidding until its run is closed, then leave by SystemExit(0).
+
+    Elsewhere nothing happens.
+    """
+    if is_other_rank():
+        serve("torchrun")
+        raise SystemExit(0)

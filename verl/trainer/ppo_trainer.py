@@ -21,6 +21,7 @@ from verl.trainer.callbacks import Callback, default_callbacks
 from verl.trainer.inputs import Given, sections_of
 from verl.trainer.interrupts import Interrupted, Interrupts
 from verl.trainer.measures import describe_responses, throughput
+from verl.trainer.placement import serve_rank_0
 from verl.trainer.resume import prepare_folder, restore
 from verl.trainer.run_claim import RunClaim
 from verl.trainer.sampling import Drawn, Sampled, sample
@@ -51,6 +52,9 @@ class PPOTrainer:
     callbacks  instead of those that the config asks for (``default_callbacks``), which also write metrics and save
     sections   rollout, actor, critic, reference, validation, trainer, profile: keys as in a YAML config
 
+    Under torchrun rank 0 is the program and the other ranks are its workers: there the constructor serves rank 0 until
+    its trainer is closed or its process ends, and leaves with SystemExit(0), so what follows it runs on rank 0 alone.
+
     Raises ConfigError or DataError for anything wrong before a model is loaded, where it can be known by then.
     """
 
@@ -66,6 +70,7 @@ class PPOTrainer:
         callbacks: list[Callback] | None = None,
         **sections: Any,
     ) -> None:
+        serve_rank_0()
         config, given = sections_of(
             model=model, data=data, reward=reward, tokenizer=tokenizer, val=val, algorithm=algorithm, **sections
         )
@@ -73,7 +78,8 @@ class PPOTrainer:
 
     @classmethod
     def from_config(cls, config: OnPolicyRun, callbacks: list[Callback] | None = None) -> PPOTrainer:
-        """The trainer of an already validated config."""
+        """The trainer of an already validated config; under torchrun as the constructor."""
+        serve_rank_0()
         trainer = cls.__new__(cls)
         trainer._set_up(config, Given(), callbacks)
         return trainer

@@ -30,7 +30,7 @@ from verl.observe.trackers import TrackConfig
 from verl.rewards.config import RewardConfig
 from verl.rollout import ROLLOUT_ENGINES
 from verl.rollout.config import RolloutConfig
-from verl.trainer.placement import PlacementConfig
+from verl.trainer.placement import PlacementConfig, is_other_rank
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +59,8 @@ class TrainerConfig(Section):
     """Steps between checkpoints; null: only at the end. A run that is interrupted always saves."""
     keep_checkpoints: int | None = Field(2, ge=1)
     """Newest checkpoints to keep; null: all."""
+    async_save: bool = True
+    """Go on while a checkpoint is written, from copies in main memory, which take its size there. false: wait."""
     resume: Literal["auto", "never"] = "auto"
     """auto: go on from the newest whole checkpoint in `output_dir`; never: refuse to touch a run that is there."""
     save_rollouts_every: int | None = Field(1, ge=1)
@@ -147,8 +149,9 @@ class OnPolicyRun(Section):
     def _sections_fit(self) -> Self:
         if conflicts := _conflicts(self):
             raise ValueError("\n".join(conflicts))
-        for message in self.ineffective_keys():
-            log.warning(message)
+        if not is_other_rank():  # rank 0 says it
+            for message in self.ineffective_keys():
+                log.warning(message)
         return self
 
     def as_yaml(self) -> str:

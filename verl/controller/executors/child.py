@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 
@@ -17,7 +18,14 @@ def main(channel_fd: int, lifeline_fd: int, parent: int) -> None:
     for fd in (channel_fd, lifeline_fd):
         os.set_inheritable(fd, False)
     die_with(lifeline_fd, parent)
+    if os.environ["RANK"] != "0":
+        say_only_errors()
     serve(Channel(socket.socket(fileno=channel_fd)))
+
+
+def say_only_errors() -> None:
+    """For a process whose roles do what another rank's do, and would repeat its words."""
+    logging.getLogger("verl").setLevel(logging.ERROR)
 
 
 def serve(channel: Channel) -> None:

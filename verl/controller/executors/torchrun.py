@@ -9,20 +9,22 @@ import itertools
 import os
 import secrets
 import select
+import signal
 import socket
 import struct
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from verl.common.errors import ConfigError, WorkerError
 from verl.controller.executors.base import Endpoint
 from verl.controller.executors.channel import Channel
-from verl.controller.executors.child import serve
+from verl.controller.executors.child import say_only_errors, serve
 from verl.controller.executors.devices import local_devices
 from verl.controller.executors.memory import store
 from verl.controller.executors.processes import ChannelEndpoint
@@ -104,7 +106,9 @@ class Torchrun:
         channel.send(launch.rank)
         has_served = threading.Event()
         threading.Thread(target=_end_after, args=(connection.dup(), has_served), daemon=True).start()
-        serve(channel)
+        say_only_errors()
+        with _signals_left_to_rank_0():
+            serve(channel)
         has_served.set()
         return True
 
@@ -169,6 +173,20 @@ def _is_own(connection: socket.socket) -> bool:
         return True
     _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return bool(user == os.getuid())
+
+
+@contextmanager
+def _signals_left_to_rank_0() -> Iterator[None]:
+    """torchrun passes a signal on to all ranks; what becomes of it is the controller's to say, and it needs them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _end_after(connection: socket.socket, has_served: threading.Event) -> None:
