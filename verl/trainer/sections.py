@@ -31,6 +31,7 @@ from verl.rewards.config import RewardConfig
 from verl.rollout import ROLLOUT_ENGINES
 from verl.rollout.config import RolloutConfig
 from verl.trainer.placement import PlacementConfig, is_other_rank
+from verl.trainer.sharding_keys import without_sharding_keys
 
 log = logging.getLogger(__name__)
 
@@ -136,9 +137,10 @@ class OnPolicyRun(Section):
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], where: str = "") -> Self:
-        """As in Section; a variant's keys are named by their dotted path too."""
+        """As in Section; ``actor.model_config.hybrid_engine`` is taken for what it means in other keys, and a variant's
+        keys are named by their dotted path too."""
         try:
-            return super().parse(values, where)
+            return super().parse(without_sharding_keys(values), where)
         except ConfigError as error:
             text = str(error)
             for section in ("algorithm", "rollout"):
