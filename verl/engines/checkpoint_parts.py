@@ -75,12 +75,12 @@ def save_weights(
 
 
 def load_weights(folder: Path, network: Network) -> dict[str, Tensor]:
-    """What ``save_weights`` wrote, by parameter name."""
+    """What ``save_weights`` wrote, by parameter name; tied ones under each of their names."""
     if not isinstance(network.module, PreTrainedModel):
         return load_file(folder / _WEIGHTS)
     dtype = next(network.module.parameters()).dtype
     saved = type(network.module).from_pretrained(folder, dtype=dtype)
-    return dict(saved.named_parameters())
+    return dict(saved.named_parameters(remove_duplicate=False))
 
 
 def converted(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ Source: PyTorch FSDP2 (``torch.distributed.fsdp.fully_shard``); Zhao et al. 2023
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -90,14 +90,19 @@ class _Whole(nn.Module):
 
 
 class Shards:
-    """The float32 slices of a sharded network's trainable parameters, by parameter name: what the optimizer sees."""
+    """The float32 slices of a sharded network's trainable parameters, by parameter name: what the optimizer sees.
+
+    copies  name here -> name of the parameter that it is a copy of, whose owner is another pipeline stage. It goes by
+            that name, so that a checkpoint holds it once
+    """
 
     def __init__(
-        self, network: ShardedNetwork, mesh: Mesh, device: torch.device, copies: frozenset[str] = frozenset()
+        self, network: ShardedNetwork, mesh: Mesh, device: torch.device, copies: Mapping[str, str] | None = None
     ) -> None:
-        self.network, self.mesh, self.device, self.copies = network, mesh, device, copies
+        copies = copies or {}
+        self.network, self.mesh, self.device, self.copies = network, mesh, device, frozenset(copies.values())
         self.masters: dict[str, nn.Parameter] = {
-            name: p for name, p in network.module.named_parameters() if p.requires_grad
+            copies.get(name, name): p for name, p in network.module.named_parameters() if p.requires_grad
         }
 
     @property
@@ -151,7 +156,7 @@ def full_tensor(parameter: Tensor, device: torch.device, dtype: torch.dtype) -> 
 
 
 def sliced_like(whole: Tensor, parameter: Tensor) -> Tensor:
-    """What the rank of ``parameter`` holds of ``whole``: cut along the last axis first, as slices of slices are made."""
+    """What the rank of ``parameter`` holds of ``whole``: cut along the last axis first, as such slices are made."""
     if not isinstance(parameter, DTensor):
         return whole
     mesh = parameter.device_mesh

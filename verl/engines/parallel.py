@@ -41,6 +41,6 @@ def parallelize(
     apply_tensor_parallel(network.lm, mesh)
     stage = Stage(network, mesh.pp_rank, mesh.pp_size) if mesh.pp_size > 1 else None
     sharded = ShardedNetwork(network, mesh, config, is_trained=is_trained)
-    shards = Shards(sharded, mesh, device, stage.copies if stage else frozenset()) if is_trained else None
+    shards = Shards(sharded, mesh, device, stage.copies if stage else None) if is_trained else None
     whole = SequenceParallelNetwork(sharded, mesh) if mesh.sp_size > 1 else sharded
     return whole, shards, Pipeline(whole, stage, mesh, device, dtype) if stage else OneStage(whole)

@@ -50,9 +50,10 @@ class Stage:
         return names.get(self.rank)
 
     @property
-    def copies(self) -> frozenset[str]:
-        """Names here of parameters that another stage owns: they count in no norm."""
-        return frozenset(name for name, _ in self.module.named_parameters() if self.owner.get(name) != self.rank)
+    def copies(self) -> dict[str, str]:
+        """Names here of parameters that another stage owns -> the owner's: they count in no norm."""
+        here = [name for name, _ in self.module.named_parameters() if self.owner.get(name) != self.rank]
+        return {name: self._tied[0] for name in here if self._tied}
 
 
 class Pipeline:

@@ -27,6 +27,8 @@ _FIXED = ("model.", "algorithm.name")
 """Keys without which a checkpoint belongs to another run."""
 _FREE = ("trainer.", "track.", "validation.", "profile.", "placement.")
 """Keys that change what is made or shown, not what was learnt; of ``trainer`` all but the three below."""
+_LAYOUT = ".parallel."
+"""Within a role: how many ranks hold its model, which changes no number."""
 _CURVE = ("trainer.seed", "trainer.prompts_per_step", "trainer.group_size")
 _TRACES_OF_A_RUN = ("checkpoints", "metrics.jsonl")
 
@@ -122,7 +124,7 @@ def _check_config(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) ->
         raise ConfigError(
             f"{path} belongs to another run: {_list(fixed)}. Name another trainer.output_dir, or set the keys back"
         )
-    curve = {k: v for k, v in changed.items() if k in _CURVE or not k.startswith(_FREE)}
+    curve = {k: v for k, v in changed.items() if k in _CURVE or not (k.startswith(_FREE) or _LAYOUT in k)}
     if curve:
         log.warning(
             "resuming with other keys than the checkpoint was made with, so not the same curve: %s", _list(curve)
