@@ -1,13 +1,20 @@
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
+from typer.testing import CliRunner
 
-from tests.trainer.runs import prompts, sections, write_jsonl
+from tests.trainer.runs import checkpoints_of, config_file, environment, metrics_of, prompts, sections, write_jsonl
+from verl.cli import app
 from verl.common.errors import ConfigError
+from verl.config import load_config
 from verl.trainer.launch import plan, train_run
+from verl.trainer.placement import PlacementConfig
 from verl.trainer.sections import OnPolicyRun
 from verl.workers import recipe
 
@@ -72,3 +79,79 @@ def test_a_run_prints_its_summary_and_keeps_its_log(tmp_path: Path, capsys: pyte
     again = (tmp_path / "run" / "logs" / "run.log").read_text()
     assert again.startswith(log) and "the run is finished, 2 of 2 steps" in again
     assert not [h for h in logging.getLogger("verl").handlers if isinstance(h, logging.FileHandler)]
+
+
+def torchrun(*words: str, ranks: int = 2) -> subprocess.Popen[str]:
+    """``torchrun`` as users start it, its output in one pipe."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    return subprocess.Popen(
+        [*launch, *words], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+SCRIPT = """
+import logging, os, sys
+from omegaconf import OmegaConf
+from verl.trainer.ppo_trainer import PPOTrainer
+logging.basicConfig(level=logging.INFO)
+print("before", os.environ["RANK"], flush=True)
+trainer = PPOTrainer(**OmegaConf.load(sys.argv[1]))
+print("after", os.environ["RANK"], trainer.run(num_steps=2).exit_code, flush=True)
+trainer.close()
+"""
+
+
+def test_a_script_under_torchrun_goes_on_at_rank_0_alone(tmp_path: Path) -> None:
+    """And makes the steps that it makes without; what rank 0 says no other rank repeats."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    config = config_file(tmp_path, actor__optim__min_lr_frac=0.5)
+    run = torchrun(str(script), str(config))
+    output, _ = run.communicate(timeout=120)
+    assert run.returncode == 0, output
+    assert {line for line in output.splitlines() if line.startswith("before")} == {"before 0", "before 1"}
+    assert [line for line in output.splitlines() if line.startswith("after")] == ["after 0 0"]
+    assert output.count("key without effect: actor.optim.min_lr_frac") == output.count("sampling with") == 1
+    under = metrics_of(tmp_path / "run")
+    (tmp_path / "run").rename(tmp_path / "under")
+    assert train_run(load_config(config)) == 0
+    for one, many in zip(metrics_of(tmp_path / "run"), under, strict=True):
+        assert one.keys() == many.keys()
+        assert many == pytest.approx(one, rel=1e-4, abs=1e-6)
+
+
+def test_a_signal_to_torchrun_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
+    config = config_file(tmp_path, trainer__total_steps=10_000, trainer__epochs=None)
+    run = torchrun("-m", "verl", "train", str(config), "track.trackers=[console]")
+    assert run.stdout is not None
+    with run.stdout as output:
+        seen = next((line for line in output if line.startswith("step 3/")), "no step was made")
+        run.send_signal(signal.SIGTERM)
+        rest = output.read()
+    assert run.wait(60) != 0 and seen.startswith("step 3/"), rest
+    (saved,) = checkpoints_of(tmp_path / "run")
+    assert len(metrics_of(tmp_path / "run")) == int(saved.removeprefix("step_")) >= 3
+    assert "SIGTERM: stopping after step" in rest
+
+
+def test_other_ranks_of_torchrun_print_no_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs = []
+    for rank in ("0", "1"):
+        for name, value in {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "RANK": rank}.items():
+            monkeypatch.setenv(name, value)
+        result = CliRunner().invoke(app, ["train", str(config_file(tmp_path)), "--dry-run"])
+        assert result.exit_code == 0
+        outputs.append(result.output)
+    assert "# steps: 2 of 2 prompts" in outputs[0] and outputs[1] == ""
+
+
+def test_what_torchrun_starts_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "4", "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    auto = PlacementConfig()
+    assert (auto.kind, auto.num_devices, auto.idle_ranks) == ("torchrun", 4, [])
+    assert PlacementConfig(devices=2, rollout=[3]).idle_ranks == [2]
+    with pytest.raises(ConfigError, match=r"placement.executor=processes would leave 3 of the 4 processes of torchrun"):
+        OnPolicyRun.parse(sections(tmp_path, placement={"executor": "processes", "devices": 2}))
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert (auto.kind, auto.num_devices) == ("inprocess", 1)
