@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from verl.trainer.checkpoint_parts import load_optimizer, save_optimizer
 
 from tests.batches import sampled_batch
 from tests.ranks import run_ranks
@@ -19,6 +18,7 @@ from tests.tiny import tiny_model
 from verl.algorithms.base import Loss
 from verl.batch import Batch
 from verl.engines.base import Engine, TrainingEngine
+from verl.engines.checkpoint_parts import load_optimizer, save_optimizer
 from verl.engines.config import EngineConfig, OptimConfig, TrainedConfig
 from verl.engines.fsdp import full_tensor
 from verl.engines.mesh import Mesh, ParallelConfig

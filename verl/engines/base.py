@@ -8,8 +8,9 @@ It knows nothing of rewards, advantages or generation.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -20,13 +21,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from verl.algorithms.base import Loss
 from verl.batch import FIELDS, Batch, pad_rows
 from verl.common.errors import CheckpointError, ConfigError
-from verl.engines.checkpoint_parts import load_optimizer, load_weights, save_optimizer, save_weights
+from verl.engines.checkpoint_parts import buffers_of, load_optimizer, load_weights, optimizer_state
 from verl.engines.config import EngineConfig, TrainedConfig
-from verl.engines.fsdp import full_tensor, local_part, sliced_like
+from verl.engines.fsdp import full_tensor, holders, local_part, sliced_like
 from verl.engines.mesh import Mesh
 from verl.engines.offload import MomentsOnCPU
 from verl.engines.packing import cut_by_tokens, cut_into, pack, row_lengths
 from verl.engines.parallel import parallelize
+from verl.engines.snapshot import MODEL, OPTIMIZER, Snapshot, writers_group
 from verl.models.networks import Network
 from verl.observe.metrics import MetricSums, merged_over_ranks
 
@@ -122,6 +124,7 @@ class TrainingEngine(Engine):
             fused=all(p.is_cuda for _, p in parameters),
         )
         self._moments = MomentsOnCPU(self.optimizer) if config.offload_optimizer else nullcontext()
+        self._writers: dist.ProcessGroup | None = None  # of checkpoints, made when the first is
         self.has_unsynced_update = False
         if config.gradient_checkpointing:
             _enable_gradient_checkpointing(network, label)
@@ -163,29 +166,35 @@ class TrainingEngine(Engine):
         metrics.add_sum(f"{self.label}/skipped_updates/sum", float(not is_applied))
         return metrics
 
-    def save_model(self, folder: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-        """Write the weights, whole, in the compute type; every rank must call it. A network with a head of its own
-        gives one file of them, any other a folder that plain transformers loads."""
-        save_weights(folder, self.network, dict(self.named_full_tensors()), tokenizer)
+    def snapshot(self, tokenizer: PreTrainedTokenizerBase | None = None, *, copied: bool = True) -> Snapshot:
+        """Weights, moments and masters as they are now, for a checkpoint; every rank must call this.
 
-    def load_model(self, folder: Path) -> None:
-        """Take up what ``save_model`` wrote, on however many ranks it was."""
-        self.set_weights(load_weights(folder, self.network))
+        copied  to CPU memory, so that training may go on before they are written; else they must be written first
+        A network with a head of its own gives one file of weights, any other a folder that plain transformers loads.
+        """
+        if self._writers is None:
+            self._writers = writers_group()
+        weights = chain(buffers_of(self.network).items(), self.named_full_tensors())
+        optimizer = optimizer_state(self.optimizer, self.masters.separate)
+        return Snapshot.take(self.network, weights, optimizer, tokenizer, self._writers, copied=copied)
 
-    def save_optimizer(self, folder: Path) -> None:
-        """Write moments and float32 masters, each rank its own."""
-        save_optimizer(folder, self.optimizer, self.masters.separate)
-
-    def load_optimizer(self, folder: Path) -> None:
-        """Take up what ``save_optimizer`` wrote, after ``load_model``."""
+    def restore(self, folder: Path) -> None:
+        """Take up what ``Snapshot.write`` wrote, on however many ranks it was."""
+        self.set_weights(load_weights(folder / MODEL, self.network))
         self.masters.adopt()
-        load_optimizer(folder, self.optimizer, self.masters.separate)
+        load_optimizer(folder / OPTIMIZER, self.optimizer, self.masters.separate)
 
     def checkpoint_bytes(self) -> int:
-        """What this rank's tensors of a checkpoint take: weights, two moments of each, separate masters."""
-        weights = sum(p.numel() * self.dtype.itemsize for p in self.network.module.parameters())
-        separate = sum(m.nbytes for m in self.masters.separate.values())
-        return weights + separate + 2 * sum(m.nbytes for m in self.masters.masters.values())
+        """What this rank's share of a checkpoint's tensors takes: weights, two moments of each, separate masters.
+
+        Where ranks hold the same slice, each has a part of its share: those of all ranks add up to the whole.
+        """
+        weights = self._shared_bytes(self.network.module.parameters(), self.dtype)
+        separate = self._shared_bytes(self.masters.separate.values(), torch.float32)
+        return weights + separate + 2 * self._shared_bytes(self.masters.masters.values(), torch.float32)
+
+    def _shared_bytes(self, tensors: Iterable[Tensor], dtype: torch.dtype) -> int:
+        return sum(local_part(t).numel() * dtype.itemsize // holders(t, self.mesh) for t in tensors)
 
     def _of_all_ranks(self, tally: _Tally) -> tuple[MetricSums, Tensor, float]:
         """Metrics, count and number of tokens over all data-parallel ranks."""

@@ -1,7 +1,8 @@
 """What a checkpoint of a run is made of: models and optimizers, each as a folder of its own.
 
-In comes a live object and an empty folder; out come files that this module reads back, and for a model files that
-plain transformers reads. When and where they are written is the store's business (``checkpoint.py``).
+In comes a live object, or copies of its tensors, and an empty folder; out come files that this module reads back, and
+for a model files that plain transformers reads. When and where they are written is the store's business
+(``checkpoint.py``).
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -41,7 +44,7 @@ def save_model(
     """Write a folder that ``AutoModelForCausalLM.from_pretrained`` and ``AutoTokenizer.from_pretrained`` load.
 
     dtype    type of the floating-point weights in the files; by default the module's own
-    weights  in place of the module's own parameters, where those are slices
+    weights  in place of the module's own parameters and buffers, where those are slices or in use
     The module stays as it is. Its generation configuration is carried as it is, valid in transformers' eyes or not:
     a sampling default must not cost a checkpoint. The tokenizer carries its chat template.
     """
@@ -54,21 +57,32 @@ def save_model(
     if module.generation_config is not None:
         module.generation_config.to_json_file(folder / "generation_config.json", use_diff=True)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if weights is not None and dtype is None:  # the module's own may be float32 slices of what is computed in another
+        dtype = next((tensor.dtype for tensor in weights.values() if tensor.is_floating_point()), None)
     write_json(folder / "config.json", clean_config(config, dtype))
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 
 
+def buffers_of(network: Network) -> dict[str, Tensor]:
+    """What a model folder of ``network`` holds besides parameters. Gathers nothing, but ends a sharded forward pass."""
+    if not isinstance(network.module, PreTrainedModel):
+        return {}
+    saved = network.module.state_dict().keys()
+    return {name: buffer for name, buffer in network.module.named_buffers() if name in saved}
+
+
 def save_weights(
     folder: Path, network: Network, weights: Mapping[str, Tensor], tokenizer: PreTrainedTokenizerBase | None
 ) -> None:
-    """The first rank writes ``weights``, whole, of ``network``: a model folder, or a file where it has another head."""
-    if not _is_first_rank():
+    """The first rank writes ``weights``, whole, of ``network``: a model folder, or a file where it has another head.
+
+    Of the network's own tensors none is read: they may be in use.
+    """
+    if not is_first_rank():
         return
     if isinstance(network.module, PreTrainedModel):
-        saved = network.module.state_dict().keys()
-        buffers = {name: buffer for name, buffer in network.module.named_buffers() if name in saved}
-        save_model(folder, network.module, tokenizer, weights={**buffers, **weights})
+        save_model(folder, network.module, tokenizer, weights=weights)
     else:
         folder.mkdir(parents=True, exist_ok=True)
         save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / _WEIGHTS)
@@ -115,23 +129,31 @@ def clean_config(config: dict[str, Any], dtype: torch.dtype | None) -> dict[str,
     return cleaned
 
 
-def save_optimizer(
-    folder: Path,
+@dataclass(frozen=True)
+class OptimizerState:
+    """What ``write_optimizer`` writes.
+
+    described  the same on every rank: shapes, kinds of state, hyperparameters
+    tensors    this rank's, or its slices
+    """
+
+    described: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+
+
+def optimizer_state(
     optimizer: Optimizer,
     masters: Mapping[str, Tensor] | None = None,
     *,
     parameters: Mapping[str, Tensor] | None = None,
-) -> None:
-    """Write an optimizer's state by parameter name with torch.distributed.checkpoint.
+) -> OptimizerState:
+    """An optimizer's state by parameter name. The tensors are the optimizer's own.
 
     masters     further tensors to keep beside it, by parameter name: float32 masters of low-precision weights
     parameters  fully qualified name -> the tensor that the optimizer steps; not needed for an optimizer that was built
                 from named parameters
-    With an initialised process group every rank must call this, and sharded tensors are written by their owners.
+    With an initialised process group every rank must call this.
     """
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
-
     names = _names(optimizer, parameters)
     tensors, scalars = _state_by_name(optimizer, names)
     groups = [
@@ -144,13 +166,45 @@ def save_optimizer(
     described = _of_all_ranks({"shapes": shapes, "tensors": kinds, "scalars": scalars, "masters": held})
     if len(groups) == 1:
         groups[0]["parameters"] = sorted(described["shapes"])
-    if _is_first_rank():
-        write_json(folder / _OPTIMIZER, {**described, "groups": groups, "masters": sorted(described["masters"])})
     flat = {_key(kind, name): tensor for name, state in tensors.items() for kind, tensor in state.items()}
     flat.update({_key("master", name): tensor.detach() for name, tensor in (masters or {}).items()})
-    if flat:
+    return OptimizerState({**described, "groups": groups, "masters": sorted(described["masters"])}, flat)
+
+
+def write_optimizer(folder: Path, state: OptimizerState, group: ProcessGroup | None = None) -> None:
+    """Write ``state`` with torch.distributed.checkpoint.
+
+    group  of all ranks, where training goes on meanwhile on the default one
+    With an initialised process group every rank must call this, and sharded tensors are written by their owners.
+    Raises CheckpointError on every rank where one fails, or where the first one doesn't see what others wrote.
+    """
+    from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    is_empty = not (state.described["masters"] or any(state.described["tensors"].values()))
+    if not is_empty:
         with _dcp(folder):
-            save(flat, storage_writer=FileSystemWriter(folder), no_dist=not _is_distributed())
+            save(
+                dict(state.tensors),
+                storage_writer=FileSystemWriter(folder),
+                process_group=group,
+                no_dist=not _is_distributed(),
+            )
+    if is_first_rank():
+        if not is_empty:
+            _check_all_there(folder, FileSystemReader(folder).read_metadata().storage_data)
+        write_json(folder / _OPTIMIZER, state.described)
+
+
+def save_optimizer(
+    folder: Path,
+    optimizer: Optimizer,
+    masters: Mapping[str, Tensor] | None = None,
+    *,
+    parameters: Mapping[str, Tensor] | None = None,
+) -> None:
+    """``write_optimizer`` of ``optimizer_state``."""
+    write_optimizer(folder, optimizer_state(optimizer, masters, parameters=parameters))
 
 
 def load_optimizer(
@@ -323,8 +377,18 @@ def _of_all_ranks(own: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {kind: {name: value for part in every for name, value in part[kind].items()} for kind in own}
 
 
-def _is_first_rank() -> bool:
+def is_first_rank() -> bool:
+    """Whether this process writes what all ranks hold alike."""
     return not _is_distributed() or torch.distributed.get_rank() == 0
+
+
+def _check_all_there(folder: Path, stored: Mapping[Any, Any]) -> None:
+    """Raises CheckpointError where a rank wrote to storage that isn't this one's."""
+    if missing := sorted({info.relative_path for info in stored.values()} - {path.name for path in folder.iterdir()}):
+        raise CheckpointError(
+            f"{len(missing)} files that other ranks wrote aren't in {folder}, such as {missing[0]}: trainer.output_dir "
+            "must be on storage that every worker shares"
+        )
 
 
 @contextmanager
@@ -332,10 +396,10 @@ def _dcp(folder: Path) -> Iterator[None]:
     """torch.distributed.checkpoint without its word on single processes, and with errors that ``except`` can catch."""
     from torch.distributed.checkpoint.api import CheckpointException
 
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        try:
-            yield
-        except CheckpointException as error:
-            rank, (first, _) = next(iter(sorted(error.failures.items())))
-            raise CheckpointError(f"optimizer state in {folder}, rank {rank}: {first}") from error
+    # for good: what one thread sets aside for a moment and puts back, another one may have changed meanwhile
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (first, _) = next(iter(sorted(error.failures.items())))
+        raise CheckpointError(f"optimizer state in {folder}, rank {rank}: {first}") from error

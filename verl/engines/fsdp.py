@@ -124,8 +124,8 @@ class Shards:
         norms = torch._foreach_norm([local_part(m.grad) for m in counted if m.grad is not None])
         squares = torch.zeros((), device=self.device)
         if counted:
-            holders = torch.tensor([self._holders(m) for m in counted], device=self.device)
-            squares += (torch.stack(norms).to(self.device).square() / holders).sum()
+            alike = torch.tensor([holders(m, self.mesh) for m in counted], device=self.device)
+            squares += (torch.stack(norms).to(self.device).square() / alike).sum()
         for axis in (SHARDING_AXIS, "tp", "pp"):
             if self.mesh.size(axis) > 1:
                 dist.all_reduce(squares, group=self.mesh.group(axis))
@@ -137,13 +137,15 @@ class Shards:
     def adopt(self) -> None:
         """Nothing to do: weights that are loaded are the masters."""
 
-    def _holders(self, parameter: Tensor) -> int:
-        """Ranks that hold the same slice of ``parameter``."""
-        assert isinstance(parameter, DTensor)
-        places = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
-        # not is_shard(): what tp cuts along the same dim is sharded by a placement that isn't a Shard
-        cut = {axis for axis, placement in places if not placement.is_replicate()}
-        return math.prod(self.mesh.size(axis) for axis in (SHARDING_AXIS, "tp") if axis not in cut)
+
+def holders(parameter: Tensor, mesh: Mesh) -> int:
+    """Ranks of ``mesh`` that hold the same slice of ``parameter``; those of other pipeline stages don't count."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    places = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
+    # not is_shard(): what tp cuts along the same dim is sharded by a placement that isn't a Shard
+    cut = {axis for axis, placement in places if not placement.is_replicate()}
+    return math.prod(mesh.size(axis) for axis in (SHARDING_AXIS, "tp") if axis not in cut)
 
 
 def full_tensor(parameter: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:

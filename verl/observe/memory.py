@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import psutil  # type: ignore[import-untyped,unused-ignore]
 import torch
 
 
@@ -21,10 +22,13 @@ def reset_peak_memory(device: torch.device) -> None:
 def process_peak_bytes() -> int:
     """Most bytes of main memory that this process has held since its start."""
     if sys.platform == "win32":
-        import psutil
-
         return int(psutil.Process().memory_info().peak_wset)
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts kibibytes
+
+
+def available_bytes() -> int:
+    """Main memory that can still be had on this machine. A container's own limit isn't seen."""
+    return int(psutil.virtual_memory().available)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from verl.batch import Batch
+from verl.common.background import Background
 from verl.common.errors import CheckpointError
 from verl.common.files import write_text
 from verl.observe.metrics import VALIDATION
@@ -126,28 +127,37 @@ class Track(Callback):
 
 
 class SaveCheckpoints(Callback):
-    """Saves on a schedule and whenever a run ends at a step that isn't saved yet, unless it broke within an update."""
+    """Saves on a schedule and whenever a run ends at a step that isn't saved yet, unless it broke within an update.
+
+    One checkpoint at a time is written, beside the loop; a step or a run that ends tells what became of it.
+    """
 
     def __init__(self) -> None:
         self.saved: int | None = None
+        self._background = Background("verl-saves")
 
     def on_start(self, trainer: RunInProgress) -> None:
         self.saved = trainer.steps_done
         check_room(trainer)
 
     def on_step(self, trainer: RunInProgress, batch: Batch, metrics: dict[str, float]) -> None:
+        self._background.check()
         every = trainer.config.trainer.save_every
         if every is not None and trainer.steps_done % every == 0:
             self._save(trainer)
 
     def on_end(self, trainer: RunInProgress) -> None:
-        if not trainer.is_whole:
-            log.warning("step %d broke off within an update: nothing is saved of it", trainer.steps_done + 1)
-        elif trainer.steps_done != self.saved:
-            self._save(trainer)
+        try:
+            self._background.wait()
+        finally:  # what failed was an older step
+            if not trainer.is_whole:
+                log.warning("step %d broke off within an update: nothing is saved of it", trainer.steps_done + 1)
+            elif trainer.steps_done != self.saved:
+                self._save(trainer)
+                self._background.wait()
 
     def _save(self, trainer: RunInProgress) -> None:
-        save(trainer)
+        save(trainer, self._background)
         self.saved = trainer.steps_done
 
 

@@ -7,14 +7,16 @@ algorithm's own state are all there is. Where and how it is written whole is ``c
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from verl.common.errors import ConfigError
+from verl.common.background import Background
+from verl.common.errors import ConfigError, VerlError
+from verl.observe.memory import available_bytes
 from verl.trainer.assembly import Parts
 from verl.trainer.checkpoint import JSON, CheckpointStore, changed_keys
 from verl.trainer.run_in_progress import RunInProgress
@@ -58,13 +60,17 @@ def prepare_folder(config: TrainerConfig) -> None:
         raise ConfigError(f"trainer.output_dir={str(folder)!r} can't be written: {error}") from error
 
 
-def save(trainer: RunInProgress) -> Path:
-    """Commit a checkpoint of the last whole step. Raises CheckpointError; older checkpoints stay as they are."""
+def save(trainer: RunInProgress, background: Background) -> None:
+    """Begin to commit a checkpoint of the last whole step, by ``background``, after the one before is done.
+
+    With ``trainer.async_save`` only copies of the tensors are made here, else it is done on return. Raises
+    CheckpointError, also that of the one before; older checkpoints stay as they are.
+    """
     parts, config = trainer.parts, trainer.config
-    writers: dict[str, Any] = {}
-    for role in parts.trained_roles:
-        writers[f"{role.name}/model"] = partial(role.engine.save_model, tokenizer=parts.tokenizer)
-        writers[f"{role.name}/optimizer"] = role.engine.save_optimizer
+    background.wait()
+    needed = _least_bytes(parts)
+    copied = config.trainer.async_save and _has_memory_for(needed // config.placement.nodes)
+    taken = {role.name: role.engine.snapshot(parts.tokenizer, copied=copied) for role in parts.trained_roles}
     state: dict[str, JSON] = {
         "policy_version": parts.weights.version,
         "drawn": asdict(trainer.drawn),
@@ -72,7 +78,32 @@ def save(trainer: RunInProgress) -> Path:
         "config": config.model_dump(mode="json"),
         "train_fingerprint": parts.train.fingerprint,
     }
-    return _store(trainer).save(trainer.steps_done, writers, state, _least_bytes(trainer.parts))
+    writers = {name: snapshot.write for name, snapshot in taken.items()}
+    commit = partial(_store(trainer).save, trainer.steps_done, writers, state, needed)
+    background.start(partial(_said_at_once, commit) if copied else commit)
+    if not copied:
+        background.wait()
+
+
+def _said_at_once(commit: Callable[[], object]) -> None:
+    """The loop will raise the error, which may take it a long step; and a later error may hide this one."""
+    try:
+        commit()
+    except VerlError as error:
+        log.error("%s", error)
+        raise
+
+
+def _has_memory_for(copies_bytes: int) -> bool:
+    available = available_bytes()
+    if copies_bytes > available:
+        log.warning(
+            "trainer.async_save needs %.1f GB of main memory for copies and %.1f are free: the run waits while this "
+            "checkpoint is written",
+            copies_bytes / 1e9,
+            available / 1e9,
+        )
+    return copies_bytes <= available
 
 
 def check_room(trainer: RunInProgress) -> None:
@@ -109,8 +140,7 @@ def restore(trainer: RunInProgress) -> None:
     if checkpoint.state["train_fingerprint"] != parts.train.fingerprint:
         log.warning("data.train holds other rows than when %s was saved: not the same curve", checkpoint.path)
     for role in parts.trained_roles:
-        role.engine.load_model(checkpoint.part(f"{role.name}/model"))
-        role.engine.load_optimizer(checkpoint.part(f"{role.name}/optimizer"))
+        role.engine.restore(checkpoint.part(role.name))
     parts.algorithm.load_state_dict(checkpoint.state["algorithm"])
     parts.weights.set_version(int(checkpoint.state["policy_version"]))
     trainer.steps_done, trainer.drawn = checkpoint.step, Drawn(**checkpoint.state["drawn"])

@@ -5,6 +5,7 @@ The loop calls them as if they were here. Rows go out as columns, only what a ro
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from verl.rollout.base import Request, Response, RolloutStats
 
 BUCKET_BYTES = 1 << 28
 """Weights on their way at a time between pools."""
+POLL_S = 0.1
+"""Between two questions to workers whether they have written their part of a checkpoint."""
 
 
 class RemoteEngine:
@@ -53,21 +56,14 @@ class RemoteEngine:
         self.has_unsynced_update = True
         return metrics
 
-    def save_model(self, folder: Path, tokenizer: Any = None) -> None:
-        """As ``TrainingEngine.save_model``; the workers write, with the tokenizer that they have."""
-        self.group.save_model(folder).get()
+    def snapshot(self, tokenizer: Any = None, *, copied: bool = True) -> RemoteSnapshot:
+        """As ``TrainingEngine.snapshot``; the workers hold it, and have a tokenizer of their own."""
+        self.group.take_snapshot(copied).get()
+        return RemoteSnapshot(self.group)
 
-    def load_model(self, folder: Path) -> None:
-        """As ``TrainingEngine.load_model``."""
-        self.group.load_model(folder).get()
-
-    def save_optimizer(self, folder: Path) -> None:
-        """As ``TrainingEngine.save_optimizer``."""
-        self.group.save_optimizer(folder).get()
-
-    def load_optimizer(self, folder: Path) -> None:
-        """As ``TrainingEngine.load_optimizer``."""
-        self.group.load_optimizer(folder).get()
+    def restore(self, folder: Path) -> None:
+        """As ``TrainingEngine.restore``."""
+        self.group.restore(folder).get()
 
     def checkpoint_bytes(self) -> int:
         """As ``TrainingEngine.checkpoint_bytes``, of all ranks."""
@@ -78,6 +74,19 @@ class RemoteEngine:
         shards = balanced_shards(row_lengths(batch).tolist(), self.group.grid.dp_size)
         shards.sort(key=len, reverse=True)  # as rows are cut: the first shards have one more
         return torch.tensor([row for shard in shards for row in shard], dtype=torch.int64)
+
+
+class RemoteSnapshot:
+    """The snapshot that the workers of ``group`` took last."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+
+    def write(self, folder: Path) -> None:
+        """As ``Snapshot.write``, between the calls that the loop makes to the same workers. May be on any thread."""
+        self._group.write_snapshot(folder).get()
+        while not all(self._group.is_written().get()):
+            time.sleep(POLL_S)
 
 
 class RemoteRollout:

@@ -7,18 +7,22 @@ beside an actor or alone. Each takes and gives columns of rows that are its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.utils.logging import disable_progress_bar
 
 from verl.batch import Batch
+from verl.common.background import Background
 from verl.common.errors import StaleWeights
 from verl.common.seeding import seed_everything
 from verl.controller import Place, broadcast, dispatch, gather, join, split_first, split_rows
 from verl.engines.base import TrainingEngine
 from verl.engines.mesh import Mesh
+from verl.engines.snapshot import Snapshot
 from verl.models.causal_lm import CausalLM
 from verl.observe.memory import peak_memory_bytes, reset_peak_memory
 from verl.observe.metrics import MetricSums
@@ -42,6 +46,8 @@ class EngineWorker:
         self.algorithm = recipe.make_algorithm(self.module.dtype)
         self.role: Actor | Critic | Reference = _MAKE[role](self, recipe)
         self._buckets: Iterator[Bucket] = iter(())
+        self._snapshot: Snapshot | None = None
+        self._writing = Background(f"verl-writes-{role}")
 
     @property
     def engine(self) -> TrainingEngine:
@@ -73,24 +79,30 @@ class EngineWorker:
         return next(self._buckets, [])
 
     @dispatch(broadcast)
-    def save_model(self, folder: Path) -> None:
-        """Write the role's weights, together with the other ranks."""
-        self.engine.save_model(folder, self.tokenizer)
+    def take_snapshot(self, copied: bool) -> None:
+        """Hold what a checkpoint needs of the role as it is now; ``copied`` so that it may learn on meanwhile."""
+        self._snapshot = None  # never two
+        self._snapshot = self.engine.snapshot(self.tokenizer, copied=copied)
 
     @dispatch(broadcast)
-    def load_model(self, folder: Path) -> None:
-        """Take up what ``save_model`` wrote, on however many ranks."""
-        self.engine.load_model(folder)
+    def write_snapshot(self, folder: Path) -> None:
+        """Begin to write it, together with the other ranks, and forget it."""
+        assert self._snapshot is not None
+        self._writing.start(partial(self._snapshot.write, folder))
+        self._snapshot = None
+
+    @dispatch(gather)
+    def is_written(self) -> bool:
+        """Whether that has ended. Raises what ended it."""
+        if self._writing.is_running:
+            return False
+        self._writing.wait()
+        return True
 
     @dispatch(broadcast)
-    def save_optimizer(self, folder: Path) -> None:
-        """Write the role's moments and masters, each rank its own."""
-        self.engine.save_optimizer(folder)
-
-    @dispatch(broadcast)
-    def load_optimizer(self, folder: Path) -> None:
-        """Take up what ``save_optimizer`` wrote, after ``load_model``."""
-        self.engine.load_optimizer(folder)
+    def restore(self, folder: Path) -> None:
+        """Take up what was written there, on however many ranks."""
+        self.engine.restore(folder)
 
     @dispatch(gather)
     def checkpoint_bytes(self) -> int:
@@ -199,6 +211,7 @@ _MAKE: dict[str, Callable[[EngineWorker, Recipe], Actor | Critic | Reference]] =
 
 def _meet(place: Place) -> torch.device:
     """The worker's device; its pool's process group is there afterwards."""
+    disable_progress_bar()  # transformers' own bars would tear the run's
     if place.world_size > 1:
         join(place)
     return torch.device(place.device)
