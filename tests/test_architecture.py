@@ -136,7 +136,14 @@ def test_import_loads_nothing_heavy(module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", ["--help", "--version", "train --help", "bench step --help", "bench rollout --help", "report --help"]
+    "words",
+    [
+        "--help",
+        "--version",
+        "train --help",
+        "report --help",
+        *(f"bench {b} --help" for b in ("step", "rollout", "controller")),
+    ],
 )
 def test_help_loads_nothing_heavy(words: str) -> None:
     code = f"""

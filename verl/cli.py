@@ -201,6 +201,20 @@ def bench_rollout(
     typer.echo(json.dumps(found) if as_json else "\n".join(figure_lines(found)))
 
 
+@bench_app.command(name="controller")
+def bench_controller(
+    executor: Annotated[str, typer.Option("--executor", help="processes or ray.")] = "processes",
+    calls: Annotated[int, typer.Option("--calls", help="Calls measured, after a first one.")] = 20,
+    max_ranks: Annotated[int, typer.Option("--max-ranks", help="Workers of the widest call, up to 64.")] = 64,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """What a call to workers costs the program, against payload (1 KB to 64 MB) and number of workers."""
+    from verl.bench.controller import controller_lines, measure_controller
+
+    found = measure_controller(executor, num_calls=calls, max_ranks=max_ranks)
+    typer.echo(json.dumps(found) if as_json else "\n".join(controller_lines(found)))
+
+
 @app.callback(invoke_without_command=True)
 def root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
     """Reinforcement learning for large language models after pre-training."""

@@ -46,6 +46,12 @@ def test_figures_are_of_exactly_the_work_asked_for(tmp_path: Path, monkeypatch: 
     assert setting["parameters"] == 100 * 16 + attention + 3 * 16 * 24 + 3 * 16
 
 
+def test_a_step_of_two_workers() -> None:
+    found = measure_step([*TINY, "placement.devices=2"], 1)
+    assert found["perf/tokens"] == 48
+    assert (found["setting"]["executor"], found["setting"]["actor_devices"]) == ("processes", 2)
+
+
 @pytest.mark.parametrize(
     "words, steps, said",
     [

@@ -16,6 +16,8 @@ from omegaconf import OmegaConf
 from verl.bench.setting import LETTERS, SMALL_MODEL, figure_lines, machine_setting
 from verl.common.errors import ConfigError
 from verl.config import parse_overrides
+from verl.models.loading import outline_of
+from verl.trainer.inputs import pick_device
 from verl.trainer.ppo_trainer import PPOTrainer
 
 DEFAULTS = {
@@ -61,12 +63,16 @@ def step_lines(found: dict[str, Any]) -> list[str]:
 
 
 def _setting(trainer: PPOTrainer, steps: int) -> dict[str, Any]:
+    config = trainer.config
+    outline = outline_of(config.model, trainer.parts.tokenizer)  # the weights themselves may be at the workers
     return {
-        **machine_setting(trainer.parts.device, trainer.parts.actor.engine.network.module),
-        "prompts_per_step": trainer.config.trainer.prompts_per_step,
-        "group_size": trainer.config.trainer.group_size,
-        "prompt_tokens": trainer.config.data.max_prompt_tokens,
-        "response_tokens": trainer.config.rollout.max_response_tokens,
+        **machine_setting(pick_device(config.trainer.device), outline),
+        "executor": config.placement.kind,
+        "actor_devices": config.placement.num_devices * config.placement.nodes,
+        "prompts_per_step": config.trainer.prompts_per_step,
+        "group_size": config.trainer.group_size,
+        "prompt_tokens": config.data.max_prompt_tokens,
+        "response_tokens": config.rollout.max_response_tokens,
         "steps": steps,
     }
 
