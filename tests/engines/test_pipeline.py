@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -8,7 +9,10 @@ import torch
 from tests.batches import sampled_batch
 from tests.ranks import run_ranks
 from tests.tiny import tiny_model
+from verl.algorithms.base import Loss
 from verl.common.errors import ConfigError, UnsupportedModel
+from verl.engines.base import TrainingEngine
+from verl.engines.config import TrainedConfig
 from verl.engines.mesh import Mesh, ParallelConfig
 from verl.engines.packing import pack
 from verl.engines.pipeline import Pipeline, Stage, split_layers
@@ -80,55 +84,76 @@ def differences(network: Network, mesh: Mesh, count: int, output: str = "log_pro
 def test_two_stages_compute_what_one_rank_does() -> None:
     """Scaled embeddings, windows, soft-caps; embedding and head of one weight or two; uneven micro-batches."""
 
-    def body(rank: int) -> list[dict[str, float]]:
+    def body(rank: int) -> tuple[list[dict[str, float]], object]:
         mesh = Mesh.build(ParallelConfig(pipeline_parallel_size=2), "cpu")
         found = [differences(network_of(family, shape), mesh, count=4) for family, shape in CASES]
-        return [*found, differences(network_of("llama", TIED, is_critic=True), mesh, 3, "values")]
+        found.append(differences(network_of("llama", TIED, is_critic=True), mesh, 3, "values"))
+        return found, pipeline_of(network_of("llama", {}), mesh).from_last({"loss": 0.5} if rank == 1 else None)
 
-    stages = run_ranks(2, body)
-    for first, last in zip(*stages, strict=True):
+    (first_stage, told), (last_stage, _) = run_ranks(2, body)
+    assert told == {"loss": 0.5}
+    for first, last in zip(first_stage, last_stage, strict=True):
         assert max(first["results"], last["results"]) < 1e-5
         assert max(first["gradients"], last["gradients"]) < 5e-5
         assert max(first["held"], last["held"]) < 0.85
         assert first["counted"] + last["counted"] == first["total"]
 
 
+def most_held(rank: int, mesh: Mesh, count: int) -> int:
+    """How many micro-batches went forward on this stage and not yet back, at most."""
+    network = network_of("llama", {"num_hidden_layers": mesh.pp_size})
+    pipeline, held, most = pipeline_of(network, mesh), 0, 0
+
+    def note(step: int) -> None:
+        nonlocal held, most
+        held += step
+        most = max(most, held)
+
+    network.lm.backbone.layers[rank].register_forward_hook(lambda *_: note(1))
+    pipeline.learn(micro_batches(count), False, loss_of, lambda _: note(-1))
+    return most
+
+
 def test_more_stages_than_micro_batches_and_fewer() -> None:
-    def body(rank: int) -> list[dict[str, float]]:
+    """Whatever their number, a stage holds no more of them at once than there are stages from it on."""
+
+    def body(rank: int) -> tuple[list[dict[str, float]], list[int]]:
         mesh = Mesh.build(ParallelConfig(pipeline_parallel_size=4), "cpu")
         shape = {"num_hidden_layers": 5, **TIED}
-        return [differences(network_of("llama", shape), mesh, count) for count in (1, 2, 6)]
+        found = [differences(network_of("llama", shape), mesh, count) for count in (1, 2, 6)]
+        return found, [most_held(rank, mesh, count) for count in (2, 7)]
 
-    for found in run_ranks(4, body):
+    stages = run_ranks(4, body)
+    for found, _ in stages:
         for each in found:
             assert each["results"] < 1e-5
             assert each["gradients"] < 5e-5
+    assert [held for _, held in stages] == [[2, 4], [2, 3], [2, 2], [1, 1]]
 
 
-def test_no_more_micro_batches_are_held_than_stages_behind() -> None:
-    def body(rank: int) -> int:
-        network = network_of("llama", {})
-        pipeline = pipeline_of(network, Mesh.build(ParallelConfig(pipeline_parallel_size=3), "cpu"))
-        held, most = 0, 0
+def test_every_stage_skips_the_same_update() -> None:
+    """The first stage alone meets a gradient that isn't finite, below everything that the last one computes."""
 
-        def count(step: int) -> None:
-            nonlocal held, most
-            held += step
-            most = max(most, held)
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * float("nan")
 
-        network.lm.backbone.layers[rank].register_forward_hook(lambda *_: count(1))
-        pipeline.learn(micro_batches(7), False, loss_of, lambda _: count(-1))
-        return most
+    def loss(outputs: Mapping[str, torch.Tensor], columns: Mapping[str, torch.Tensor]) -> Loss:
+        return Loss(outputs["log_probs"].sum(), columns["response_mask"].sum())
 
-    assert run_ranks(3, body) == [3, 2, 1]
+    def body(rank: int) -> list[tuple[float, bool]]:
+        mesh, found = Mesh.build(ParallelConfig(pipeline_parallel_size=2), "cpu"), []
+        for is_spoiled in (True, False):
+            engine = TrainingEngine(network_of("llama", {}), TrainedConfig(), CPU, "actor", mesh)
+            if is_spoiled and rank == 0:
+                embedding = engine.network.lm.backbone.embed_tokens
+                embedding.register_forward_hook(lambda _, __, output: output.register_hook(spoil) and None)
+            before = {name: m.to_local().clone() for name, m in engine.masters.masters.items()}
+            metrics = engine.update(sampled_batch([3, 5], [4, 2]), loss, lr=1e-3).result()
+            is_same = all(torch.equal(m.to_local(), before[name]) for name, m in engine.masters.masters.items())
+            found.append((metrics["actor/skipped_updates/sum"], is_same))
+        return found
 
-
-def test_what_the_last_stage_knows_reaches_all() -> None:
-    def body(rank: int) -> object:
-        pipeline = pipeline_of(network_of("llama", {}), Mesh.build(ParallelConfig(pipeline_parallel_size=2), "cpu"))
-        return pipeline.from_last({"loss": 0.5} if rank == 1 else None)
-
-    assert run_ranks(2, body) == [{"loss": 0.5}, {"loss": 0.5}]
+    assert run_ranks(2, body) == [[(1, True), (0, False)]] * 2
 
 
 def test_layers_of_each_stage() -> None:

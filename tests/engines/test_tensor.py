@@ -1,19 +1,24 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from tests.batches import sampled_batch
 from tests.ranks import run_ranks
 from tests.tiny import tiny_model
+from verl.algorithms.base import Loss
 from verl.common.errors import ConfigError, UnsupportedModel
+from verl.engines.base import TrainingEngine
+from verl.engines.config import TrainedConfig
 from verl.engines.mesh import Mesh, ParallelConfig
 from verl.engines.tensor import apply_tensor_parallel
 from verl.models.attention import PackedAttention
 from verl.models.causal_lm import CausalLM
+from verl.models.networks import PolicyNetwork
 from verl.models.token_log_probs import log_probs_and_entropy
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -58,6 +63,31 @@ def test_two_ranks_compute_what_one_does() -> None:
             assert log_probs < 1e-5, family
             assert gradients < 3e-5, family
             assert held < 0.75, family
+
+
+def test_masters_are_float32_under_a_bfloat16_module() -> None:
+    """A step far below bfloat16's resolution is kept; what is handed on is bfloat16 and the same on every rank."""
+
+    def body(rank: int) -> tuple[set[torch.dtype], float, dict[str, torch.Tensor]]:
+        module = tiny_model("qwen3", shape=HEADS).bfloat16()
+        mesh = Mesh.build(ParallelConfig(tensor_parallel_size=2), "cpu")
+        engine = TrainingEngine(PolicyNetwork(CausalLM(module)), TrainedConfig(), torch.device("cpu"), "actor", mesh)
+        before = {name: m.to_local().clone() for name, m in engine.masters.masters.items()}
+        engine.update(sampled_batch([3, 5], [4, 2]), loss, lr=1e-5)
+        moved = [(m.to_local() - before[name]).abs().max() for name, m in engine.masters.masters.items()]
+        full = {name: tensor.clone() for name, tensor in engine.named_full_tensors()}
+        return {tensor.dtype for tensor in before.values()}, float(torch.stack(moved).max()), full
+
+    def loss(outputs: Mapping[str, torch.Tensor], columns: Mapping[str, torch.Tensor]) -> Loss:
+        return Loss(outputs["log_probs"].sum(), columns["response_mask"].sum())
+
+    found = run_ranks(2, body)
+    for dtypes, moved, full in found:
+        assert dtypes == {torch.float32}
+        assert 0.9e-5 < moved < 1.1e-5
+        for name, tensor in full.items():
+            assert tensor.dtype == torch.bfloat16
+            assert torch.equal(tensor, found[0][2][name])
 
 
 def refusal(work: Callable[[Mesh], object]) -> str:

@@ -52,8 +52,8 @@ class EngineConfig(Section):
     gradient_checkpointing: bool = False
     """Keep only layer inputs for the backward pass and compute the rest again: less memory, a third more compute."""
     reshard_after_forward: bool = True
-    """Over several ranks: free a layer's gathered weights after its forward pass. False keeps them until the backward
-    pass is done and reduces gradients once an update: less communication, more memory."""
+    """Over several ranks: free a layer's gathered weights after each use. False keeps them for a whole update, and
+    reduces gradients once at its end: less communication, more memory."""
     offload_parameters: bool = False
     """Over several ranks: weights, gradients and moments lie in CPU memory; a layer's weights visit the GPU when it
     runs, and the optimizer runs on the CPU."""

@@ -52,7 +52,7 @@ class ShardedNetwork:
         for sharded in self._units():
             sharded.set_gradient_divide_factor(1.0)  # sums stay sums
             sharded.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
-        self._reduces_once = not config.reshard_after_forward
+        self._stays_gathered = not config.reshard_after_forward
 
     def __call__(self, rows: PackedRows, entropy: bool = False) -> dict[str, Tensor]:
         return self._run(lambda: self._network(rows, entropy))
@@ -66,13 +66,14 @@ class ShardedNetwork:
 
     def hidden(self, rows: PackedRows) -> Tensor:
         """Hidden states [N, C] of the layers that are here, for the next stage of a pipeline."""
-        return self._run(lambda: self._network.hidden(rows))
+        return self._run(lambda: self._network.hidden(rows).clone())  # of a view FSDP would warn
 
     def expect_backward(self, is_last: bool) -> None:
-        """Whether the coming backward pass is the update's last. Gradients of whole layers wait for it where whole
-        layers stay gathered anyway: one reduction an update instead of one a micro-batch."""
-        if self._reduces_once and isinstance(self._root, FSDPModule):
+        """Whether the coming backward pass is the update's last. Where weights stay gathered, they do until then, and
+        whole gradients wait for it: one gathering and one reduction an update instead of one a micro-batch."""
+        if self._stays_gathered and isinstance(self._root, FSDPModule):
             self._root.set_requires_gradient_sync(is_last)
+            self._root.set_reshard_after_backward(is_last)
 
     def _units(self) -> Iterator[FSDPModule]:
         return (part for part in self._root.modules() if isinstance(part, FSDPModule))

@@ -87,8 +87,12 @@ def _plan(lm: CausalLM, config: PretrainedConfig) -> dict[str, str]:
 
 
 def _cuts(lm: CausalLM, plan: dict[str, str]) -> dict[str, str]:
-    """Name of each module that is cut -> its style; patterns that nothing matches belong to other variants."""
-    names = [name for name, _ in lm.backbone.named_modules()] + [name for name, _ in lm.backbone.named_parameters()]
+    """Name of each module that is cut -> its style; patterns that nothing matches belong to other variants.
+
+    Some versions of transformers plan a cut of an embedding that is the head too: it stays whole, as every embedding.
+    """
+    names = [name for name, module in lm.backbone.named_modules() if not isinstance(module, nn.Embedding)]
+    names += [name for name, _ in lm.backbone.named_parameters()]
     cuts: dict[str, str] = {}
     for pattern, style in plan.items():
         matches = re.compile(fnmatch.translate(pattern)).match
