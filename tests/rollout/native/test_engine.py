@@ -12,6 +12,7 @@ from tests.tiny import FAMILIES, tiny_model
 from verl.batch import FinishReason
 from verl.common.errors import ConfigError, StaleWeights, VerlError
 from verl.rollout.base import Request, Response
+from verl.rollout.native import engine as engine_module
 
 ABORT = FinishReason.ABORT
 BORDERS = [k * BLOCK + d for k in (1, 2, 3) for d in (-1, 0, 1)]
@@ -149,6 +150,37 @@ def test_changed_weights_drop_what_was_cached() -> None:
     (response,) = engine.generate([row])
     assert engine.stats.cached_prompt_tokens == 0
     assert response.policy_version == 7 and response.response_ids == greedy(other, row.prompt_ids, 8)
+
+
+def test_weights_in_other_storage_are_not_mixed_with_what_was_cached() -> None:
+    """No version counter tells of them."""
+    module, other = tiny_model("llama"), tiny_model("llama", seed=3)
+    engine, row = build(module=module), request(prompt(12), 8)
+    engine.generate([row])
+    for old, new in zip(module.parameters(), other.parameters(), strict=True):
+        old.data = new.data.clone()
+    assert ids_of(engine.generate([row])) == [greedy(other, row.prompt_ids, 8)]
+    assert engine.stats.cached_prompt_tokens == 0
+
+
+def test_graphs_of_weights_that_are_gone_are_not_used_though_making_others_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, row = build(), request(prompt(12), 8)
+    engine.generate([row])
+    first, kind = engine._runner, engine_module.Runner
+    for parameter in engine._model.module.parameters():
+        parameter.data = parameter.data.clone()
+
+    def without_memory(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(engine_module, "Runner", without_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.generate([row])
+    monkeypatch.setattr(engine_module, "Runner", kind)
+    engine.generate([row])
+    assert engine._runner is not first
 
 
 def after(calls: int) -> Callable[[], bool]:

@@ -197,8 +197,9 @@ class NativeEngine:
             )
         if self._scheduler is None or self._blocks != blocks:
             self._take_cache(blocks)
+        runner = self._runner_for(needs[0], max(len(row.stop_ids) for row in rows))
         assert self._scheduler is not None
-        return self._scheduler, self._runner_for(needs[0], max(len(row.stop_ids) for row in rows))
+        return self._scheduler, runner
 
     def _grown(self, wanted: int, least: int) -> int:
         """Blocks for ``wanted``, rounded up, within memory_frac; as many as there are, if these are nearly as many.
@@ -233,9 +234,13 @@ class NativeEngine:
 
     def _runner_for(self, width: int, stop_ids: int) -> Runner:
         """The runner, made anew, without graphs, only if rows are wider than before or the weights were moved."""
-        runner = self._runner
-        if runner is None or runner.width < width or runner.stop_ids < stop_ids or self._weights.moved():
+        assert self._scheduler is not None
+        runner, has_moved = self._runner, self._weights.moved()
+        if has_moved:
+            self._scheduler.blocks.forget()  # other storage may hold other weights, which no version counter tells
+        if runner is None or runner.width < width or runner.stop_ids < stop_ids or has_moved:
             least = -(-_LEAST_WIDTH // self._config.block_size)
+            self._runner = None  # if making one fails, graphs of weights that are gone must not be used again
             self._runner = runner = Runner(
                 self._model,
                 self._cache,
