@@ -11,6 +11,8 @@ from verl.rollout.base import SamplingParams
         ({"temperature": -0.1}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
         ({"temperature": float("inf")}, "temperature"),
+        ({"temperature": 1e-38}, r"temperature must be 0 \(greedy\), or >= 1e-06"),  # logits become infinite
+        ({"temperature": 1e-300}, "temperature"),  # 0 in float32
         ({"top_k": -1}, "top_k"),
         ({"top_p": 0.0}, "top_p"),
         ({"top_p": 1.1}, "top_p"),

@@ -15,13 +15,15 @@ from torch import Tensor
 from verl.batch import FinishReason
 from verl.common.errors import ConfigError
 
+_COLDEST = 1e-6  # logits over less leave float32, and near 1e-46 it would silently be 0, which is greedy
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How tokens are drawn. Every default is neutral; nothing is taken from a model's generation_config.json.
 
     max_new_tokens  tokens sampled at most, the stop token counted
-    temperature     0 is greedy (log-probs are then of the untempered distribution)
+    temperature     0 is greedy (log-probs are then of the untempered distribution), else at least 1e-6
     top_k           keep the k likeliest tokens; 0 keeps all
     top_p           keep the smallest set of tokens with this probability mass; 1 keeps all
     min_p           keep tokens at least this fraction as likely as the likeliest; 0 keeps all
@@ -50,7 +52,12 @@ class SamplingParams:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         checks = [
             (self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, ">= 1"),
-            (0 <= self.temperature < math.inf, "temperature", self.temperature, ">= 0 and finite (0 is greedy)"),
+            (
+                self.temperature == 0 or _COLDEST <= self.temperature < math.inf,
+                "temperature",
+                self.temperature,
+                f"0 (greedy), or >= {_COLDEST} and finite",
+            ),
             (self.top_k >= 0, "top_k", self.top_k, ">= 0 (0 keeps all)"),
             (0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]"),
             (0 <= self.min_p < 1, "min_p", self.min_p, "in [0, 1)"),

@@ -31,3 +31,4 @@ def test_affordable_tokens_are_a_share_of_free_memory() -> None:
     assert sum(s.bytes_per_token for s in shapes.values()) == 256
     half, tenth = affordable_tokens(shapes, CPU, 0.5), affordable_tokens(shapes, CPU, 0.1)
     assert half > 3 * tenth > 0
+    assert affordable_tokens(shapes, CPU, 0.5, held_bytes=1 << 50) > 1 << 40  # half of it, at 256 bytes a token

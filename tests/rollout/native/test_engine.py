@@ -2,6 +2,7 @@ import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tests.tiny import FAMILIES, tiny_model
 from verl.batch import FinishReason
 from verl.common.errors import ConfigError, StaleWeights, VerlError
 from verl.rollout.base import Request, Response
+from verl.rollout.native import engine as engine_module
 
 ABORT = FinishReason.ABORT
 BORDERS = [k * BLOCK + d for k in (1, 2, 3) for d in (-1, 0, 1)]
@@ -108,6 +110,33 @@ def test_cache_grows_with_what_calls_need_and_is_kept() -> None:
     assert small == 2 and large == engine._scheduler.blocks.num_blocks == 64  # 3 x 11 blocks, rounded up
 
 
+def test_cache_that_memory_limits_is_kept_unless_much_more_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Free memory is what a test can't set; a cache that is taken anew forgets its prefixes."""
+    blocks = [40]
+    monkeypatch.setattr("verl.rollout.native.engine.affordable_tokens", lambda *_, **__: blocks[0] * BLOCK)
+    engine, rows = build(), [sampled(20, seed=seed) for seed in range(12)]
+    good = engine.generate(rows)
+    for free, expected in ((45, 40), (9, 40), (60, 60)):
+        blocks[0] = free
+        before = engine._scheduler
+        assert_same(engine.generate(rows), good)
+        assert engine._scheduler.blocks.num_blocks == expected and (engine._scheduler is before) == (expected == 40)
+
+
+def test_a_cache_may_be_taken_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short row's table must not go on, behind its own blocks, with those that its slot had in the larger one."""
+    engine = build()
+    for free, rows in (
+        (200, [sampled(20, seed=seed) for seed in range(30)]),
+        (9, [sampled(20, seed=5), sampled(3, seed=6)] * 20),
+    ):
+        engine.sleep()
+        engine._blocks = 0  # what memory there is decides
+        monkeypatch.setattr("verl.rollout.native.engine.affordable_tokens", lambda *_, b=free, **__: b * BLOCK)
+        assert_same(engine.generate(rows), build(cache_tokens=4096).generate(rows))
+        assert engine._scheduler.blocks.num_blocks == free
+
+
 def test_changed_weights_drop_what_was_cached() -> None:
     module, other = tiny_model("llama"), tiny_model("llama", seed=3)
     engine, row = build(module=module), request(prompt(12), 8)
@@ -121,6 +150,37 @@ def test_changed_weights_drop_what_was_cached() -> None:
     (response,) = engine.generate([row])
     assert engine.stats.cached_prompt_tokens == 0
     assert response.policy_version == 7 and response.response_ids == greedy(other, row.prompt_ids, 8)
+
+
+def test_weights_in_other_storage_are_not_mixed_with_what_was_cached() -> None:
+    """No version counter tells of them."""
+    module, other = tiny_model("llama"), tiny_model("llama", seed=3)
+    engine, row = build(module=module), request(prompt(12), 8)
+    engine.generate([row])
+    for old, new in zip(module.parameters(), other.parameters(), strict=True):
+        old.data = new.data.clone()
+    assert ids_of(engine.generate([row])) == [greedy(other, row.prompt_ids, 8)]
+    assert engine.stats.cached_prompt_tokens == 0
+
+
+def test_graphs_of_weights_that_are_gone_are_not_used_though_making_others_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, row = build(), request(prompt(12), 8)
+    engine.generate([row])
+    first, kind = engine._runner, engine_module.Runner
+    for parameter in engine._model.module.parameters():
+        parameter.data = parameter.data.clone()
+
+    def without_memory(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(engine_module, "Runner", without_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.generate([row])
+    monkeypatch.setattr(engine_module, "Runner", kind)
+    engine.generate([row])
+    assert engine._runner is not first
 
 
 def after(calls: int) -> Callable[[], bool]:
@@ -183,22 +243,75 @@ def test_the_modules_weights_are_shared_and_its_modes_come_back() -> None:
     assert module.lm_head.weight.grad is not None
 
 
-def test_an_error_in_the_middle_leaves_an_engine_that_works() -> None:
+@pytest.mark.parametrize("name", ["lm_head", "model.layers.0.self_attn.v_proj"])
+def test_what_is_no_number_is_told_and_not_kept(name: str) -> None:
+    """In the cache it would come through the mask of rows that are computed later: 0 times nan is nan."""
     module = tiny_model("llama")
-    engine = build(module=module)
+    engine = build(module=module, cache_tokens=64)
     rows = [request(prompt(n), 8) for n in (3, 9)]
     good = engine.generate(rows)
-    saved = module.lm_head.weight.detach().clone()
+    weight = module.get_submodule(name).weight
+    saved = weight.detach().clone()
     with torch.no_grad():
-        module.lm_head.weight.fill_(float("nan"))
+        weight.fill_(float("nan"))
     engine.weights_changed(1)
     with pytest.raises(VerlError, match="nan"):
         engine.generate(rows)
     engine.check_integrity()
     with torch.no_grad():
-        module.lm_head.weight.copy_(saved)
+        weight.copy_(saved)
     engine.weights_changed(0)
     assert_same(engine.generate(rows), good)
+
+
+@pytest.mark.parametrize("calls", [0, 1, 2, 5])
+def test_an_interrupted_call_leaves_an_engine_that_works(calls: int) -> None:
+    engine, rows = build(cache_tokens=64), [sampled(n, seed=n) for n in (3, 9, 9)]
+    good, is_late = engine.generate(rows), after(calls)
+
+    def interrupt() -> bool:
+        if is_late():
+            raise KeyboardInterrupt
+        return False
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(rows, should_pause=interrupt)
+    engine.check_integrity()
+    assert_same(engine.generate(rows), good)
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda engine: engine.generate([sampled(3, seed=0)]),
+        lambda engine: engine.weights_changed(3),
+        lambda engine: engine.load_weights([], 3),
+        lambda engine: engine.sleep(),
+        lambda engine: engine.wake(),
+    ],
+)
+def test_nothing_else_goes_on_during_a_call(work: Callable[[Any], object]) -> None:
+    """Rows of one call would end in another, and keys of old weights would stay known under the new version."""
+    engine, rows = build(), [sampled(n, seed=n) for n in (3, 9)]
+    good = engine.generate(rows)
+    with pytest.raises(VerlError, match="generate is under way"):
+        engine.generate(rows, should_pause=lambda: bool(work(engine)))
+    assert engine.policy_version == 0
+    assert_same(engine.generate(rows), good)
+
+
+def test_the_callers_modes_of_torch_change_nothing() -> None:
+    rows = [sampled(n, seed=n) for n in (3, 9)]
+    good = build().generate(rows)
+    with torch.inference_mode():
+        engine = build()
+        engine.wake()
+        assert_same(engine.generate(rows), good)
+        engine.sleep()
+        engine.wake()
+    assert_same(engine.generate(rows), good)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_same(engine.generate(rows), good)
 
 
 def test_effective_settings_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,10 +1,14 @@
+from dataclasses import replace
+
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.rollout.engines import build, prompt, request
 from tests.tiny import tiny_model
-from verl.common.errors import ConfigError
+from verl.batch import FinishReason
+from verl.common.errors import ConfigError, DataError
 from verl.models.causal_lm import CausalLM
+from verl.rollout.base import Response
 from verl.rollout.native.request_checks import RequestChecks
 
 
@@ -37,3 +41,20 @@ def test_rows_past_the_original_length_of_longrope_are_refused() -> None:
     assert len(engine.generate([request(prompt(8), 8, ignore_eos=True)])[0].response_ids) == 8
     with pytest.raises(ConfigError, match=r"has 16 .*longrope"):
         engine.generate([request(prompt(8), 9)])
+
+
+def test_a_resumed_response_is_checked_as_the_prompt_is() -> None:
+    checks = RequestChecks(CausalLM(tiny_model("llama")))
+    paused = Response(
+        response_ids=[5, 6],
+        log_probs=[-1.0, -1.0],
+        finish_reason=FinishReason.ABORT,
+        policy_version=0,
+        policy_versions=[0, 0],
+    )
+    assert checks.prompt(0, replace(request([7]), resume=paused)) == [7]
+    with pytest.raises(DataError, match="request 3: resumed id 64 is outside the vocabulary of 64"):
+        checks.prompt(3, replace(request([7]), resume=replace(paused, response_ids=[5, 64])))
+    for part in ({"log_probs": [-1.0]}, {"policy_versions": []}):
+        with pytest.raises(DataError, match="one of each for every token"):
+            checks.prompt(0, replace(request([7]), resume=replace(paused, **part)))

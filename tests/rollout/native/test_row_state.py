@@ -1,6 +1,9 @@
+import numpy as np
+import pytest
 import torch
 
 from tests.rollout.engines import request
+from verl.rollout.native.decode import Outputs
 from verl.rollout.native.row_state import RowState
 from verl.rollout.native.sequence import Sequence
 
@@ -21,6 +24,22 @@ def test_columns_hold_what_the_requests_say() -> None:
     assert state.temperature.tolist() == [0.5, 0.0] and state.top_p.tolist() == [0.75, 1.0]
     assert state.stop_ids.tolist() == [[1, 2], [-1, -1]]  # 300 is no id of the vocabulary
     assert state.tables.tolist() == [[7, 8], [3, 0]] and state.min_new.tolist() == [2, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_default_type_of_torch_changes_nothing(dtype: torch.dtype) -> None:
+    torch.set_default_dtype(dtype)
+    try:
+        state, out = RowState.of([row([9], [3], temperature=0.7)], 100), Outputs.empty(2, 1, torch.device("cpu"))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert state.temperature.tolist() == [pytest.approx(0.7)] and state.top_p.tolist() == [1.0]
+    assert out.log_probs.dtype == torch.float32
+
+
+def test_seeds_of_numpy_are_those_of_python() -> None:
+    states = [RowState.of([row([9], [3], seed=seed)], 100) for seed in (np.int64(-5), -5)]
+    assert states[0].columns.tolist() == states[1].columns.tolist()
 
 
 def test_slots_are_put_moved_and_cleared_in_place() -> None:

@@ -109,17 +109,6 @@ def test_youngest_gives_its_blocks_when_they_run_out_and_comes_back_first() -> N
     assert spans(s.prefill())[0] == (4, 5, True)  # its first block is still known
 
 
-def test_clear_lets_everything_go() -> None:
-    s = scheduler()
-    s.add([row(10), row(3)])
-    s.prefill()
-    s.clear()
-    assert not s.has_work and s.blocks.num_free == 20
-    s.check_integrity()
-    s.add([row(10)])
-    assert spans(s.prefill()) == [(0, 10, True)]
-
-
 def test_steps_are_no_more_than_the_longest_row_has_left() -> None:
     s = scheduler()
     rows = [row(4, 3), row(4, 6, first=50)]

@@ -109,11 +109,11 @@ def layer_shapes(model: CausalLM, device: torch.device) -> dict[int, LayerShape]
     return probe.shapes
 
 
-def affordable_tokens(shapes: dict[int, LayerShape], device: torch.device, frac: float) -> int:
-    """Tokens whose keys and values take ``frac`` of the memory that is free on ``device`` now."""
+def affordable_tokens(shapes: dict[int, LayerShape], device: torch.device, frac: float, *, held_bytes: int = 0) -> int:
+    """Tokens whose keys and values take ``frac`` of what is free on ``device`` once ``held_bytes`` are given back."""
     if device.type == "cuda":
         held_back = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         free = torch.cuda.mem_get_info(device)[0] + held_back
     else:
         free = psutil.virtual_memory().available
-    return int(free * frac) // sum(shape.bytes_per_token for shape in shapes.values())
+    return int((free + held_bytes) * frac) // sum(shape.bytes_per_token for shape in shapes.values())

@@ -37,7 +37,7 @@ class Outputs:
         """Room for ``steps`` steps."""
         return Outputs(
             torch.zeros(steps, rows, dtype=torch.int32, device=device),
-            torch.zeros(steps, rows, device=device),
+            torch.zeros(steps, rows, dtype=torch.float32, device=device),
             torch.zeros(1, dtype=torch.int64, device=device),
         )
 

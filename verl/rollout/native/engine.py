@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import collections.abc
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from verl.batch import FinishReason
 from verl.common.errors import ConfigError, VerlError
@@ -34,10 +35,11 @@ from verl.rollout.native.weights import Weights
 
 _LOG = logging.getLogger(__name__)
 _LEAST_WIDTH = 4096  # tokens that a row's table has room for at least: graphs are made for one width
+_LEAST_GROWTH = 1.25  # a cache that is taken anew forgets its prefixes: not for less than this, while all rows fit
 
 
 class NativeEngine:
-    """Continuous batching over a paged cache, on the device where ``model`` is.
+    """Continuous batching over a paged cache, on the device where ``model`` is. One call at a time.
 
     tokenizer      decodes responses for stop strings; None if there are none
     eos_token_ids  ids that end a response unless it ignores them
@@ -54,7 +56,8 @@ class NativeEngine:
         self._weights = Weights(model.module)
         self._logged: set[SamplingParams] = set()
         self._device = next(model.module.parameters()).device
-        with _generating(model.module):
+        self._under_way = threading.Lock()
+        with self._generating():
             self._shapes = layer_shapes(model, self._device)
         self._cache = KVCache(self._shapes, 0, config.block_size, self._device)
         self._blocks = 0  # of the cache when it was last awake
@@ -75,17 +78,19 @@ class NativeEngine:
 
         Raises, before any work: DataError for a prompt that is empty or has ids outside the vocabulary, ConfigError
         for a request that can't fit the model's positions or the cache, StaleWeights when the weights were changed
-        and nobody said so. Raises VerlError when the model's outputs aren't numbers.
+        and nobody said so, VerlError while another call is under way. Raises VerlError when the model's outputs aren't
+        numbers.
         """
-        self._weights.check_fresh(self.policy_version)
-        rows = [self._row(i, request) for i, request in enumerate(requests)]
-        self._log_settings(requests)
-        self.stats = RolloutStats()
-        if rows:
-            scheduler, runner = self._awake(rows)
-            with _generating(self._model.module):
-                self._run(rows, scheduler, runner, should_pause)
-        return [self._response(row) for row in rows]
+        self._check_idle()
+        with self._under_way:
+            self._weights.check_fresh(self.policy_version)
+            rows = [self._row(i, request) for i, request in enumerate(requests)]
+            self._log_settings(requests)
+            self.stats = RolloutStats()
+            if rows:
+                with self._generating():
+                    self._run(rows, *self._awake(rows), should_pause)
+            return [self._response(row) for row in rows]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy ``weights`` into the module by parameter name and take ``version``.
@@ -93,11 +98,13 @@ class NativeEngine:
         Raises ConfigError for an unknown name, ShapeError for another shape, StaleWeights when parameters are
         missing; after any of these, generating raises StaleWeights until a load ends well.
         """
+        self._check_idle()
         self._weights.load(weights)
         self.weights_changed(version)
 
     def weights_changed(self, version: int) -> None:
         """The module's weights were updated in place: drop what was cached under the old ones, take ``version``."""
+        self._check_idle()
         if self._scheduler is not None:
             self._scheduler.blocks.forget()
         self._weights.accept()
@@ -105,16 +112,16 @@ class NativeEngine:
 
     def sleep(self) -> None:
         """Give back the cache's memory, and with it the cached prefixes; captured graphs stay."""
-        self._scheduler = None
-        self._cache.release()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._check_idle()
+        self._give_back()
 
     def wake(self) -> None:
         """Take the cache's memory again, as much as before; before a first call only if cache_tokens is set."""
+        self._check_idle()
         blocks = self._configured_blocks or self._blocks
         if self._scheduler is None and blocks:
-            self._take_cache(blocks)
+            with self._generating():
+                self._take_cache(blocks)
 
     @property
     def cache_bytes(self) -> int:
@@ -130,6 +137,34 @@ class NativeEngine:
     def _configured_blocks(self) -> int | None:
         tokens = self._config.cache_tokens
         return None if tokens is None else tokens // self._config.block_size
+
+    def _check_idle(self) -> None:
+        if self._under_way.locked():
+            raise VerlError(
+                "generate is under way in this engine, which does one thing at a time: let that call end (its "
+                "should_pause ends it early) before the engine generates again, takes weights, sleeps or wakes"
+            )
+
+    @contextmanager
+    def _generating(self) -> Iterator[None]:
+        """On the model's device, in evaluation mode, without gradients, whatever modes the caller is in.
+
+        Every submodule's own mode comes back after.
+        """
+        module, device = self._model.module, self._device
+        training = [part for part in module.modules() if part.training]
+        module.eval()
+        try:
+            with (
+                torch.cuda.device(device) if device.type == "cuda" else nullcontext(),
+                torch.inference_mode(False),
+                torch.autocast(device.type, enabled=False),
+                torch.no_grad(),
+            ):
+                yield
+        finally:
+            for part in training:
+                part.training = True
 
     def _row(self, index: int, request: Request) -> Sequence:
         prompt = self._checks.prompt(index, request)
@@ -151,7 +186,7 @@ class NativeEngine:
         blocks = self._configured_blocks
         if blocks is None:
             wanted = sum(needs[: self._config.max_running_rows])
-            blocks = self._blocks if wanted <= self._blocks else self._affordable(1 << (wanted - 1).bit_length())
+            blocks = self._blocks if wanted <= self._blocks else self._grown(wanted, needs[0])
         if needs[0] > blocks:
             row = max(rows, key=lambda row: row.max_cached)
             raise ConfigError(
@@ -162,14 +197,28 @@ class NativeEngine:
             )
         if self._scheduler is None or self._blocks != blocks:
             self._take_cache(blocks)
+        runner = self._runner_for(needs[0], max(len(row.stop_ids) for row in rows))
         assert self._scheduler is not None
-        return self._scheduler, self._runner_for(needs[0], max(len(row.stop_ids) for row in rows))
+        return self._scheduler, runner
 
-    def _affordable(self, wanted: int) -> int:
-        """At most ``wanted`` blocks, within the memory that is free without the present cache."""
-        self.sleep()
-        budget = affordable_tokens(self._shapes, self._device, self._config.memory_frac) // self._config.block_size
-        return min(wanted, budget)
+    def _grown(self, wanted: int, least: int) -> int:
+        """Blocks for ``wanted``, rounded up, within memory_frac; as many as there are, if these are nearly as many.
+
+        least  blocks of the longest row
+        """
+        frac, held = self._config.memory_frac, self._cache.num_bytes
+        budget = affordable_tokens(self._shapes, self._device, frac, held_bytes=held) // self._config.block_size
+        blocks = min(1 << (wanted - 1).bit_length(), budget)
+        if self._scheduler is not None and least <= self._blocks and blocks < _LEAST_GROWTH * self._blocks:
+            return self._blocks
+        self._give_back()
+        return blocks
+
+    def _give_back(self) -> None:
+        self._scheduler = None
+        self._cache.release()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _take_cache(self, blocks: int) -> None:
         self._cache.take(blocks)
@@ -185,9 +234,13 @@ class NativeEngine:
 
     def _runner_for(self, width: int, stop_ids: int) -> Runner:
         """The runner, made anew, without graphs, only if rows are wider than before or the weights were moved."""
-        runner = self._runner
-        if runner is None or runner.width < width or runner.stop_ids < stop_ids or self._weights.moved():
+        assert self._scheduler is not None
+        runner, has_moved = self._runner, self._weights.moved()
+        if has_moved:
+            self._scheduler.blocks.forget()  # other storage may hold other weights, which no version counter tells
+        if runner is None or runner.width < width or runner.stop_ids < stop_ids or has_moved:
             least = -(-_LEAST_WIDTH // self._config.block_size)
+            self._runner = None  # if making one fails, graphs of weights that are gone must not be used again
             self._runner = runner = Runner(
                 self._model,
                 self._cache,
@@ -210,8 +263,7 @@ class NativeEngine:
         try:
             self._until_done(scheduler, runner, should_pause)
         except BaseException:
-            scheduler.clear()
-            runner.reset()
+            self._give_back()  # it may hold what isn't a number, and rows that nobody waits for
             raise
         elapsed = time.perf_counter() - started
         made = sum(row.num_response for row in rows) - had
@@ -275,16 +327,3 @@ class NativeEngine:
             policy_version=min(row.versions, default=self.policy_version),
             policy_versions=row.versions,
         )
-
-
-@contextmanager
-def _generating(module: nn.Module) -> Iterator[None]:
-    """No gradients, evaluation mode; every submodule's own mode comes back after."""
-    training = [part for part in module.modules() if part.training]
-    module.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for part in training:
-            part.training = True

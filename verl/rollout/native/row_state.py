@@ -49,7 +49,7 @@ class RowState:
         stops = [sorted(i for i in row.stop_ids if 0 <= i < vocab_size) for row in rows]
         count = max(map(len, stops)) if stop_ids is None else stop_ids
         blocks = max(len(row.blocks) for row in rows) if width is None else width
-        seeds = [row.request.seed & 0xFFFFFFFFFFFFFFFF for row in rows]
+        seeds = [int(row.request.seed) & 0xFFFFFFFFFFFFFFFF for row in rows]  # numpy's integers have no such mask
         settings = [row.request.sampling for row in rows]
         ints = [
             [row.tokens[-1] for row in rows],
@@ -62,7 +62,7 @@ class RowState:
             [min(s.top_k, vocab_size) for s in settings],
         ]
         floats = [[getattr(s, name) for s in settings] for name in _FLOATS]
-        columns = [torch.tensor(ints, dtype=torch.int32), torch.tensor(floats).view(torch.int32)]
+        columns = [torch.tensor(ints, dtype=torch.int32), torch.tensor(floats, dtype=torch.float32).view(torch.int32)]
         return RowState(
             torch.cat(columns),
             _padded(stops, count, -1),
@@ -138,7 +138,7 @@ class RowState:
         return RowState(self.columns[:, slots], self.stop_ids[slots], self.tables[slots])
 
     def put(self, slots: Tensor, rows: RowState) -> None:
-        """Write ``rows`` into ``slots`` [n] int64; their tables may be narrower: what lies right of them isn't read."""
+        """Write ``rows`` into ``slots`` [n] int64; their tables may be narrower: what lies right is masked."""
         self.columns.index_copy_(1, slots, rows.columns)
         self.stop_ids.index_copy_(0, slots, rows.stop_ids)
         self.tables[:, : rows.tables.shape[1]].index_copy_(0, slots, rows.tables)

@@ -75,12 +75,11 @@ class Runner:
         return 1 if self._device.type == "cuda" else 0
 
     def cache_moved(self) -> None:
-        """The cache's memory was taken anew."""
+        """The cache's memory was taken anew: no row has blocks in it, not even one that an error left in its slot."""
+        self._rows, self._placed = [], []
+        self._state.clear(0, self._state.num_slots)
+        self._state.tables.zero_()  # a smaller cache lacks blocks that the larger one had
         self._step.cache_moved()
-
-    def reset(self) -> None:
-        """Forget the rows, after an error in the middle of a step."""
-        self._arrange([])
 
     def prefill(self, work: Prefill) -> Pending:
         """Compute the chunks' tokens, then sample one for each row that is whole; those rows get slots."""

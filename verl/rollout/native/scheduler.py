@@ -106,7 +106,7 @@ class Scheduler:
         """Running rows with tokens left to sample, and how many steps, at most ``most``, to launch for them.
 
         Each has blocks for so many tokens more; at need they are taken from the youngest row. None, and nothing
-        done, while that has to wait for results on their way: rows among them may have ended.
+        launched, while that has to wait for results on their way: rows among them may have ended.
         """
         rows = [row for row in self.running if row.remaining > 0]
         if not rows:
@@ -141,13 +141,6 @@ class Scheduler:
         for row in [*self.running, *self.waiting]:
             self._release(row)
         self.running, self.waiting = [], deque()
-
-    def clear(self) -> None:
-        """Give up on all rows and on what is known, after an error in the middle of a step."""
-        for row in [*self.running, *self.waiting]:
-            self.blocks.release(row.blocks)
-        self.running, self.waiting = [], deque()
-        self.blocks.forget()
 
     def check_integrity(self) -> None:
         """The block manager's check against the rows that hold blocks now."""
