@@ -18,6 +18,7 @@ import pytest
 import typer
 import yaml
 from omegaconf import OmegaConf
+from torch.distributed.run import get_args_parser
 
 from tests.config_keys import reference
 from tests.tiny import tiny_folder
@@ -149,7 +150,23 @@ def check_make(words: list[str]) -> None:
     assert [word for word in words[1:] if "=" not in word and word not in targets] == []
 
 
-CHECKS = {"verl": check_verl, "make": check_make, "pip": lambda words: None}
+def check_torchrun(words: list[str]) -> None:
+    """torchrun's own options, and what it starts: ``-m verl ...``, or a script of examples/ with its config."""
+    found = get_args_parser().parse_args(words[1:])
+    rest = found.training_script_args
+    if not found.module:
+        assert (ROOT / "examples" / Path(found.training_script).name).is_file() and rest[0] == "--config"
+        rest = ["train", *rest[1:]]
+    check_verl(["verl", *rest])
+
+
+CHECKS = {
+    "verl": check_verl,
+    "make": check_make,
+    "torchrun": check_torchrun,
+    "pip": lambda words: None,
+    "ray": lambda words: None,
+}
 
 
 @pytest.mark.parametrize("path", with_blocks("bash"))
@@ -168,11 +185,19 @@ def test_commands_in_the_examples_comments_exist(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["verl trian quickstart", "verl eval --modle m", "verl train quickstart actor.optim.rate=1", "verl export a"],
+    [
+        *("verl trian quickstart", "verl eval --modle m", "verl train quickstart actor.optim.rate=1", "verl export a"),
+        *(
+            "torchrun --nproc=x train_ppo.py",
+            "torchrun train_grpo.py --config a",
+            "torchrun train_ppo.py --config a b.c=1",
+        ),
+    ],
 )
 def test_a_wrong_command_would_be_seen(line: str) -> None:
-    with pytest.raises(Exception):  # noqa: B017  # of click's and our own kinds
-        check_verl(shlex.split(line))
+    words = shlex.split(line)
+    with pytest.raises((Exception, SystemExit)):  # of click's, argparse's and our own kinds
+        CHECKS[words[0]](words)
 
 
 def anchors(path: Path) -> set[str]:

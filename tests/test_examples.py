@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import string
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from typer.testing import CliRunner
 
 from tests.config_keys import reference
 from tests.tiny import tiny_folder
+from tests.trainer.runs import environment, metrics_of
 from verl.algorithms import ALGORITHMS
 from verl.cli import app
 from verl.common.errors import VerlError
@@ -134,6 +137,38 @@ def test_quickstart_trains_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFix
     assert {path.name for path in (tmp_path / "run").iterdir()} >= {
         "config.yaml", "metrics.jsonl", "rollouts", "checkpoints", "logs"
     }  # fmt: skip
+
+
+LAYOUTS = """
+actor:
+  model_config:
+    hybrid_engine:
+      enable: true
+      training_sharding:
+        pipeline_parallel_size: 2
+        data_parallel_size: 1
+"""
+
+
+def test_the_script_trains_a_pipeline_under_torchrun(tmp_path: Path) -> None:
+    """As users start it, with the 3D-HybridEngine's keys in the file."""
+    text = (ROOT / "examples" / "quickstart.yaml").read_text(encoding="utf-8")
+    path = tmp_path / "config.yaml"
+    text = text.replace("${here:}/quickstart.jsonl", str(ROOT / "verl" / "recipes" / "quickstart.jsonl"))
+    path.write_text(text.replace("\nactor:\n", LAYOUTS), encoding="utf-8")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    words = ["trainer.total_steps=1", f"trainer.output_dir={tmp_path / 'run'}", "trainer.device=cpu"]
+    script = ROOT / "examples" / "train_ppo.py"
+    done = subprocess.run(
+        [*launch, script, "--config", path, *words], env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    (row,) = metrics_of(tmp_path / "run")
+    one = run_quickstart(tmp_path / "one", 1)[0]
+    for key in ("actor/grad_norm", "actor/entropy", "reward/score/mean"):
+        assert row[key] == pytest.approx(one[key], rel=1e-4)
+    saved = (tmp_path / "run" / "config.yaml").read_text(encoding="utf-8")
+    assert "pipeline_parallel_size: 2" in saved and "devices: 2" in saved and "model_config" not in saved
 
 
 def test_every_key_of_the_saved_config_is_documented(tmp_path: Path) -> None:
