@@ -31,6 +31,7 @@ def test_pack_lays_prompt_and_response_end_to_end() -> None:
     assert rows.position_ids.tolist() == [0, 1, 2, 0, 1, 2]
     assert rows.predict_at.tolist() == [1, 3, 4]
     assert rows.targets.tolist() == [13, 22, 23]
+    assert pack(batch, torch.device("cpu"), 0).predict_at.tolist() == [2, 4, 5]
 
 
 def test_no_rows_pack_into_a_token_that_predicts_nothing() -> None:

@@ -27,7 +27,7 @@ from verl.engines.mesh import Mesh
 from verl.engines.offload import MomentsOnCPU
 from verl.engines.packing import cut_by_tokens, cut_into, pack, row_lengths
 from verl.engines.parallel import parallelize
-from verl.models.networks import Network
+from verl.models.networks import Network, PackedRows
 from verl.observe.metrics import MetricSums, merged_over_ranks
 
 LossFunction = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Loss]
@@ -54,6 +54,7 @@ class Engine:
         self.config, self.device, self.label = config, device, label
         self.mesh = mesh or Mesh.single()
         self.dtype = next(network.module.parameters()).dtype
+        self._offset = network.offset
         self.network, weights, self.passes = parallelize(
             network, config, self.mesh, device, label, is_trained=self.is_trained
         )
@@ -66,7 +67,7 @@ class Engine:
         pieces: list[Tensor] = [torch.empty(0)] * len(batch)
         cut = self._cut(batch)
         parts = [batch.select(index) for index in cut]
-        found = self.passes.infer([pack(part, self.device) for part in parts], output)
+        found = self.passes.infer([self._pack(part) for part in parts], output)
         for index, part, values in zip(cut, parts, found, strict=True):
             lengths = part.lengths("response_ids").tolist() if index else []
             for row, piece in zip(index, values.cpu().split(lengths), strict=True):
@@ -91,6 +92,9 @@ class Engine:
             if name not in weights or weights[name].shape != parameter.shape:
                 raise CheckpointError(f"there is no tensor of shape {list(parameter.shape)} for {name!r}")
             local_part(parameter).copy_(sliced_like(weights[name], parameter))
+
+    def _pack(self, part: Batch) -> PackedRows:
+        return pack(part, self.device, self._offset)
 
     def _cut(self, batch: Batch) -> list[list[int]]:
         """Rows of each micro-batch: as many on every data-parallel rank as the one with the most needs."""
@@ -149,7 +153,7 @@ class TrainingEngine(Engine):
             return loss.sum if loss.sum.requires_grad else _anchor(outputs)
 
         self.passes.learn(
-            [pack(part, self.device) for part in parts],
+            [self._pack(part) for part in parts],
             entropy,
             loss_of,
             lambda index: self.masters.expect_backward(is_last=index == len(parts) - 1),

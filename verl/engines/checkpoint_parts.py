@@ -38,7 +38,7 @@ def save_model(
     dtype: torch.dtype | None = None,
     weights: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write a folder that ``AutoModelForCausalLM.from_pretrained`` and ``AutoTokenizer.from_pretrained`` load.
+    """Write a folder that transformers' ``from_pretrained`` of the module's kind, and of its tokenizer, loads.
 
     dtype    type of the floating-point weights in the files; by default the module's own
     weights  in place of the module's own parameters, where those are slices
@@ -51,7 +51,7 @@ def save_model(
         state = converted(state, dtype)
     with _without_generation_config(module):
         module.save_pretrained(folder, state_dict=state)
-    if module.generation_config is not None:
+    if module.can_generate() and module.generation_config is not None:
         module.generation_config.to_json_file(folder / "generation_config.json", use_diff=True)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     write_json(folder / "config.json", clean_config(config, dtype))
@@ -201,6 +201,9 @@ def _without_generation_config(module: PreTrainedModel) -> Iterator[None]:
     """transformers refuses to save a model whose generation configuration it finds inconsistent."""
     from transformers import GenerationConfig
 
+    if not module.can_generate():  # it has none
+        yield
+        return
     kept = module.generation_config
     module.generation_config = None if kept is None else GenerationConfig()
     try:

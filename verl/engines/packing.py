@@ -90,9 +90,10 @@ def row_lengths(batch: Batch) -> Tensor:
     return batch.lengths("prompt_ids") + batch.lengths("response_ids")
 
 
-def pack(batch: Batch, device: torch.device) -> PackedRows:
+def pack(batch: Batch, device: torch.device, offset: int = -1) -> PackedRows:
     """Lay the rows end to end; no rows make one token that predicts nothing, so that every rank can run a pass.
 
+    offset  from a response token to the position that its number is read from (``Network.offset``)
     The token before a response token predicts it: every prompt has at least one token.
     """
     if not len(batch):
@@ -111,7 +112,7 @@ def pack(batch: Batch, device: torch.device) -> PackedRows:
         input_ids=ids.to(device, non_blocking=True),
         position_ids=position.to(device, non_blocking=True),
         attention=PackedAttention(total, device),
-        predict_at=(is_response.nonzero()[:, 0] - 1).to(device, non_blocking=True),
+        predict_at=(is_response.nonzero()[:, 0] + offset).to(device, non_blocking=True),
         targets=batch["response_ids"].to(device, non_blocking=True),
     )
 
