@@ -25,7 +25,7 @@ from verl.engines.config import EngineConfig, TrainedConfig
 from verl.engines.fsdp import full_tensor, local_part, sliced_like
 from verl.engines.mesh import Mesh
 from verl.engines.offload import MomentsOnCPU
-from verl.engines.packing import cut_by_tokens, cut_into, pack, row_lengths
+from verl.engines.packing import cut_by_tokens, cut_into, kept_together, pack, rows_of, unit_lengths
 from verl.engines.parallel import parallelize
 from verl.models.networks import Network, PackedRows
 from verl.observe.metrics import MetricSums, merged_over_ranks
@@ -97,13 +97,14 @@ class Engine:
         return pack(part, self.device, self._offset)
 
     def _cut(self, batch: Batch) -> list[list[int]]:
-        """Rows of each micro-batch: as many on every data-parallel rank as the one with the most needs."""
-        lengths = row_lengths(batch).tolist() if len(batch) else []
+        """Rows of each micro-batch: as many of them on every data-parallel rank as the one with the most needs."""
+        units = kept_together(batch)
+        lengths = unit_lengths(batch, units)
         bins = cut_by_tokens(lengths, self.config.max_tokens_per_micro_batch * self.mesh.sp_size)
         count = torch.tensor(len(bins), device=self.device)
         if self.mesh.dp_size > 1:
             dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.mesh.dp_group)
-        return cut_into(bins, lengths, int(count))
+        return rows_of(units, cut_into(bins, lengths, int(count)))
 
 
 class TrainingEngine(Engine):

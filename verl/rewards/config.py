@@ -11,7 +11,6 @@ from verl.common.section import Section
 from verl.rewards import REWARDS
 from verl.rewards.calling import find
 
-
 SOURCES = ("name", "function", "model")
 """Keys that say what scores; a run has one of them."""
 

@@ -56,8 +56,10 @@ class EngineWorker:
         return batch.columns([self.role.writes])
 
     @dispatch(split_first)
-    def update(self, batch: Batch, *, lr: float, entropy: bool, algorithm: Mapping[str, Any]) -> MetricSums:
-        """One optimizer step over these rows and those of the other ranks; ``algorithm`` is its state."""
+    def update(self, batches: list[Batch], *, lr: float, entropy: bool, algorithm: Mapping[str, Any]) -> MetricSums:
+        """One optimizer step over these rows, one batch of them, and those of the other ranks; ``algorithm`` is its
+        state."""
+        (batch,) = batches
         assert isinstance(self.role, Actor | Critic)
         self.algorithm.load_state_dict(algorithm)
         return self.engine.update(batch, self.role.loss, lr=lr, entropy=entropy)

@@ -16,6 +16,7 @@ from verl.batch import Batch
 from verl.common.seeding import derive_seed
 from verl.engines.base import TrainingEngine
 from verl.engines.config import TrainedConfig
+from verl.engines.packing import kept_together, rows_of
 from verl.observe.metrics import MetricSums
 
 
@@ -60,14 +61,16 @@ class TrainedRole:
     def _mini_batches(self, batch: Batch, step: int) -> Iterator[Batch]:
         if not len(batch):
             return
-        parts = min(self.config.mini_batches_per_epoch, len(batch))
+        units = kept_together(batch)
+        parts = min(self.config.mini_batches_per_epoch, len(units))
         for epoch in range(self.config.epochs_per_step):
             if parts == 1:
                 yield batch
                 continue
             generator = torch.Generator().manual_seed(derive_seed(self.seed, "mini_batches", step, epoch))
-            for index in torch.randperm(len(batch), generator=generator).tensor_split(parts):
-                yield batch.select(index.sort().values)
+            drawn = torch.randperm(len(units), generator=generator).tensor_split(parts)
+            for rows in rows_of(units, [part.tolist() for part in drawn]):
+                yield batch.select(rows)
 
 
 class Actor(TrainedRole):
