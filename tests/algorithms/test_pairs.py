@@ -29,5 +29,5 @@ def test_a_row_without_its_one_partner_is_refused(pair_id: list[int], is_chosen:
 
 
 def test_a_missing_column_is_named() -> None:
-    with pytest.raises(MissingField, match="is_chosen.*data writes it"):
+    with pytest.raises(MissingField, match=r"is_chosen.*data writes it"):
         pair_rows({"pair_id": torch.tensor([1])})

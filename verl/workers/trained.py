@@ -1,4 +1,4 @@
-"""Roles that learn: the actor and the critic. Each infers one column and updates on a batch.
+"""Roles that learn: the actor, the critic, a reward model. Each infers one column and updates on a batch.
 
 Thin glue: an engine does the passes, the algorithm gives the loss, this file splits a step's batch into mini-batches.
 """
@@ -101,3 +101,17 @@ class Critic(TrainedRole):
 
     def loss(self, outputs: Mapping[str, Tensor], columns: Mapping[str, Tensor]) -> Loss:
         return self.algorithm.critic_loss(outputs["values"], columns)
+
+
+class RewardModelRole(TrainedRole):
+    """A reward model in training; it sees pairs, and never a rollout."""
+
+    name = "reward_model"
+    writes = "values"
+
+    def infer(self, batch: Batch) -> None:
+        """Write the score of each row up to each of its tokens."""
+        batch.put(self.writes, self.engine.infer(batch, "scores"))
+
+    def loss(self, outputs: Mapping[str, Tensor], columns: Mapping[str, Tensor]) -> Loss:
+        return self.algorithm.score_loss(outputs["scores"], columns)
