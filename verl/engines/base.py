@@ -20,13 +20,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from verl.algorithms.base import Loss
 from verl.batch import FIELDS, Batch, pad_rows
 from verl.common.errors import CheckpointError, ConfigError
-from verl.engines.checkpoint_parts import load_optimizer, load_weights, save_optimizer, save_weights
+from verl.engines.checkpoint_parts import load_optimizer, load_weights, save_base, save_optimizer, save_weights
 from verl.engines.config import EngineConfig, TrainedConfig
 from verl.engines.fsdp import full_tensor, local_part, sliced_like
 from verl.engines.mesh import Mesh
 from verl.engines.offload import MomentsOnCPU
 from verl.engines.packing import cut_by_tokens, cut_into, kept_together, pack, rows_of, unit_lengths
 from verl.engines.parallel import parallelize
+from verl.models.lora import has_adapter
 from verl.models.networks import Network, PackedRows
 from verl.observe.metrics import MetricSums, merged_over_ranks
 
@@ -79,16 +80,25 @@ class Engine:
 
         Every rank must go through all of them. They may be the parameters themselves: copy what is to be kept.
         """
-        own = ((name, full_tensor(p, self.device, self.dtype)) for name, p in self.network.module.named_parameters())
+        yield from self._full(dict(self.network.module.named_parameters()))
+
+    def _full(self, parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        own = ((name, full_tensor(p, self.device, self.dtype)) for name, p in parameters.items())
         yield from self.passes.full_tensors(own)
+
+    def _saved(self) -> dict[str, Tensor]:
+        """The parameters that a checkpoint holds: with an adapter those that learn, else all."""
+        is_part = has_adapter(self.network.module)
+        return {name: p for name, p in self.network.module.named_parameters() if p.requires_grad or not is_part}
 
     @torch.no_grad()
     def set_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy whole ``weights`` by the module's own names into what this rank holds of them, in place.
+        """Copy whole ``weights`` by the module's own names into what this rank holds of them, in place; of a module
+        with an adapter those that learn.
 
         Raises CheckpointError for one that is missing or has another shape.
         """
-        for name, parameter in self.network.module.named_parameters():
+        for name, parameter in self._saved().items():
             if name not in weights or weights[name].shape != parameter.shape:
                 raise CheckpointError(f"there is no tensor of shape {list(parameter.shape)} for {name!r}")
             local_part(parameter).copy_(sliced_like(weights[name], parameter))
@@ -170,8 +180,13 @@ class TrainingEngine(Engine):
 
     def save_model(self, folder: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Write the weights, whole, in the compute type; every rank must call it. A network with a head of its own
-        gives one file of them, any other a folder that plain transformers loads."""
-        save_weights(folder, self.network, dict(self.named_full_tensors()), tokenizer)
+        gives one file of them, one with an adapter a folder that peft loads, any other one that transformers loads."""
+        save_weights(folder, self.network, dict(self._full(self._saved())), tokenizer)
+
+    def save_base(self, folder: Path) -> None:
+        """Write the frozen model below the adapter, whole, as a folder that plain transformers loads; every rank must
+        call it."""
+        save_base(folder, self.network, dict(self.named_full_tensors()))
 
     def load_model(self, folder: Path) -> None:
         """Take up what ``save_model`` wrote, on however many ranks it was."""
@@ -188,7 +203,7 @@ class TrainingEngine(Engine):
 
     def checkpoint_bytes(self) -> int:
         """What this rank's tensors of a checkpoint take: weights, two moments of each, separate masters."""
-        weights = sum(p.numel() * self.dtype.itemsize for p in self.network.module.parameters())
+        weights = sum(p.numel() * self.dtype.itemsize for p in self._saved().values())
         separate = sum(m.nbytes for m in self.masters.separate.values())
         return weights + separate + 2 * sum(m.nbytes for m in self.masters.masters.values())
 

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from verl.common.errors import CheckpointError
 from verl.common.files import write_json
 from verl.models.attention import ATTENTION
+from verl.models.lora import has_adapter, load_adapter, save_adapter, without_adapter_names
 from verl.models.networks import Network
 
 log = logging.getLogger(__name__)
@@ -62,10 +63,15 @@ def save_model(
 def save_weights(
     folder: Path, network: Network, weights: Mapping[str, Tensor], tokenizer: PreTrainedTokenizerBase | None
 ) -> None:
-    """The first rank writes ``weights``, whole, of ``network``: a model folder, or a file where it has another head."""
+    """The first rank writes ``weights``, whole, of ``network``: a model folder, an adapter's where they are those of an
+    adapter, or a file where the network has a head that transformers doesn't know."""
     if not _is_first_rank():
         return
-    if isinstance(network.module, PreTrainedModel):
+    if isinstance(network.module, PreTrainedModel) and has_adapter(network.module):
+        save_adapter(folder, network.lm.module, weights)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+    elif isinstance(network.module, PreTrainedModel):
         saved = network.module.state_dict().keys()
         buffers = {name: buffer for name, buffer in network.module.named_buffers() if name in saved}
         save_model(folder, network.module, tokenizer, weights={**buffers, **weights})
@@ -74,10 +80,19 @@ def save_weights(
         save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / _WEIGHTS)
 
 
+def save_base(folder: Path, network: Network, weights: Mapping[str, Tensor]) -> None:
+    """The first rank writes the model that ``network``'s adapter was added to, from its whole ``weights``."""
+    if _is_first_rank():
+        buffers = {name: b for name, b in network.lm.module.named_buffers() if name in network.lm.module.state_dict()}
+        save_model(folder, network.lm.module, weights=without_adapter_names({**buffers, **weights}))
+
+
 def load_weights(folder: Path, network: Network) -> dict[str, Tensor]:
     """What ``save_weights`` wrote, by parameter name."""
     if not isinstance(network.module, PreTrainedModel):
         return load_file(folder / _WEIGHTS)
+    if has_adapter(network.module):
+        return load_adapter(folder)
     dtype = next(network.module.parameters()).dtype
     saved = type(network.module).from_pretrained(folder, dtype=dtype)
     return dict(saved.named_parameters())
