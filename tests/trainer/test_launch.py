@@ -7,9 +7,9 @@ from omegaconf import OmegaConf
 
 from tests.trainer.runs import prompts, sections, write_jsonl
 from verl.common.errors import ConfigError
-from verl.trainer import assembly
 from verl.trainer.launch import plan, train_run
 from verl.trainer.sections import OnPolicyRun
+from verl.workers import recipe
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_a_plan_of_epochs_is_a_bound_where_a_step_draws_several_batches(
 
 
 def test_a_plan_reads_as_the_config_and_makes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assembly, "load_model", None)
+    monkeypatch.setattr(recipe, "load_model", None)
     val = write_jsonl(tmp_path / "val.jsonl", prompts(3))
     run = OnPolicyRun.parse(sections(tmp_path, data__val=str(val)))
     text = plan(run)

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from verl.batch import Batch
 from verl.common.errors import CheckpointError
 from verl.common.files import write_text
-from verl.observe.metrics import VALIDATION
 from verl.observe.trackers import TrackedRun, Trackers, open_trackers
 from verl.trainer.resume import check_room, holds_run, save
 from verl.trainer.run_in_progress import RunInProgress
-from verl.trainer.validation import evaluate, rollout_rows
-from verl.workers.rollout import Rollout
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +35,9 @@ class Callback:
         """When the ``run`` call ends, however it ends."""
 
 
-def default_callbacks(trainer: RunInProgress) -> list[Callback]:
-    """What the config asks for, in order."""
-    return [SaveConfig(), Validate(), WriteRollouts(), Track(), SaveCheckpoints()]
+def default_callbacks(sample_writers: Sequence[Callback] = ()) -> list[Callback]:
+    """What the config asks for, in order; ``sample_writers`` keep samples of the steps."""
+    return [SaveConfig(), Validate(), *sample_writers, Track(), SaveCheckpoints()]
 
 
 class SaveConfig(Callback):
@@ -54,46 +52,39 @@ class SaveConfig(Callback):
 
 
 class Validate(Callback):
-    """Scores ``data.val`` at the start, on a schedule and at the end."""
+    """Measures on ``data.val`` at the start, on a schedule and at the end."""
 
     def on_start(self, trainer: RunInProgress) -> None:
         if trainer.config.validation.at_start and trainer.steps_done == 0:
-            trainer.metrics = self._validate(trainer)
+            trainer.metrics = trainer.validate()
 
     def on_step(self, trainer: RunInProgress, batch: Batch, metrics: dict[str, float]) -> None:
         every = trainer.config.validation.every
         is_last = trainer.steps_done == trainer.last_step
         if is_last or (every is not None and trainer.steps_done % every == 0):
-            metrics.update(self._validate(trainer))
-
-    def _validate(self, trainer: RunInProgress) -> dict[str, float]:
-        parts, config = trainer.parts, trainer.config
-        if parts.val is None:
-            return {}
-        sampling = config.rollout.sampling(temperature=config.validation.temperature)
-        rollout = Rollout(parts.rollout.engine, parts.tokenizer, sampling, config.validation.samples_per_prompt)
-        rows = config.trainer.prompts_per_step * config.trainer.group_size
-        found = evaluate(parts.val, rollout, parts.rewards, batch_rows=rows, seed=config.trainer.seed, passing=1.0)
-        write_rows(_run_file(trainer, "validation"), found.rows)
-        return {f"{VALIDATION}{name}": value for name, value in found.metrics.items()}
+            metrics.update(trainer.validate())
 
 
 class WriteRollouts(Callback):
     """Samples of a step with scores and log-probs, as ``rollouts/step_000001.jsonl``.
 
+    every    steps between files; None: none
+    rows_of  the batch and the number of its step -> the lines of a file
     At the start it drops those of later steps, as metrics.jsonl does: the run went back to an earlier checkpoint.
     """
+
+    def __init__(self, every: int | None, rows_of: Callable[[Batch, int], list[dict[str, Any]]]) -> None:
+        self.every, self.rows_of = every, rows_of
 
     def on_start(self, trainer: RunInProgress) -> None:
         for kind in ("rollouts", "validation"):
             for path in (trainer.config.trainer.output_dir / kind).glob("step_*.jsonl"):
-                if path.name > _run_file(trainer, kind).name:
+                if path.name > run_file(trainer, kind).name:
                     path.unlink(missing_ok=True)
 
     def on_step(self, trainer: RunInProgress, batch: Batch, metrics: dict[str, float]) -> None:
-        every = trainer.config.trainer.save_rollouts_every
-        if every is not None and trainer.steps_done % every == 0:
-            write_rows(_run_file(trainer, "rollouts"), rollout_rows(batch, step=trainer.steps_done))
+        if self.every is not None and trainer.steps_done % self.every == 0:
+            write_rows(run_file(trainer, "rollouts"), self.rows_of(batch, trainer.steps_done))
 
 
 class Track(Callback):
@@ -180,5 +171,6 @@ def _jsonable(value: object) -> object:
     return value
 
 
-def _run_file(trainer: RunInProgress, kind: str) -> Path:
+def run_file(trainer: RunInProgress, kind: str) -> Path:
+    """The file of the last whole step among those of ``kind``."""
     return trainer.config.trainer.output_dir / kind / f"step_{trainer.steps_done:06d}.jsonl"

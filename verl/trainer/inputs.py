@@ -19,7 +19,9 @@ from verl.common.errors import ConfigError, VerlError
 from verl.data.prompts import PromptDataset, load_prompts, shared_prompts
 from verl.models.loading import load_model_config, load_tokenizer, position_limits
 from verl.rewards.runner import RewardRunner
-from verl.trainer.sections import GIVEN, OnPolicyRun
+from verl.trainer.base_sections import GIVEN
+from verl.trainer.reward_folder import NamedRewardModel
+from verl.trainer.sections import OnPolicyRun
 
 log = logging.getLogger(__name__)
 
@@ -86,18 +88,21 @@ def load_inputs(config: OnPolicyRun, given: Given) -> Inputs:
     Raises ConfigError, DataError, MissingExtra.
     """
     config.track.check_installed()
-    rewards = reward_runner(config, given)
     tokenizer = given.tokenizer or load_tokenizer(config.model)
+    rewards = reward_runner(config, given, tokenizer)
     train, val = load_data(config, given, tokenizer)
     hf_config = given.model.config if given.model is not None else load_model_config(config.model, tokenizer)
     check_lengths(hf_config, config, train, val)
     return Inputs(rewards, tokenizer, train, val)
 
 
-def reward_runner(config: OnPolicyRun, given: Given) -> RewardRunner:
+def reward_runner(config: OnPolicyRun, given: Given, tokenizer: PreTrainedTokenizerBase) -> RewardRunner:
     """The runner of the run's one reward. Raises ConfigError when there is none or it can't be loaded here."""
+    reward = config.reward if given.reward is None else given.reward
+    if config.reward.model is not None and given.reward is None:
+        reward = NamedRewardModel(config.reward.model, tokenizer, pick_device(config.trainer.device))
     try:
-        return RewardRunner(config.reward if given.reward is None else given.reward, config.reward)
+        return RewardRunner(reward, config.reward)
     except VerlError:
         raise
     except Exception as error:  # a user's module, loaded in this process

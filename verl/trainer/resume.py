@@ -8,35 +8,33 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
 from verl.common.errors import ConfigError
-from verl.trainer.assembly import Parts
+from verl.trainer.base_sections import BaseTrainerConfig
 from verl.trainer.checkpoint import JSON, CheckpointStore, changed_keys
+from verl.trainer.parts import RunParts
 from verl.trainer.run_in_progress import RunInProgress
-from verl.trainer.sampling import Drawn
-from verl.trainer.sections import TrainerConfig
 
 log = logging.getLogger(__name__)
 
 _FIXED = ("model.", "algorithm.name")
 """Keys without which a checkpoint belongs to another run."""
 _FREE = ("trainer.", "track.", "validation.", "profile.", "placement.")
-"""Keys that change what is made or shown, not what was learnt; of ``trainer`` all but the three below."""
-_CURVE = ("trainer.seed", "trainer.prompts_per_step", "trainer.group_size")
+"""Keys that change what is made or shown, not what was learnt; of ``trainer`` all but those below."""
+_CURVE = ("trainer.seed", "trainer.prompts_per_step", "trainer.group_size", "trainer.rows_per_step")
 _TRACES_OF_A_RUN = ("checkpoints", "metrics.jsonl")
 
 
-def holds_run(config: TrainerConfig) -> bool:
+def holds_run(config: BaseTrainerConfig) -> bool:
     """Whether the run directory already holds steps of a run."""
     return any((config.output_dir / name).exists() for name in _TRACES_OF_A_RUN)
 
 
-def prepare_folder(config: TrainerConfig) -> None:
+def prepare_folder(config: BaseTrainerConfig) -> None:
     """Make the run directory and see that it can be written.
 
     Raises ConfigError when it can't, or when ``trainer.resume=never`` and it already holds a run.
@@ -64,8 +62,7 @@ def save(trainer: RunInProgress) -> Path:
         writers[f"{role.name}/model"] = partial(role.engine.save_model, tokenizer=parts.tokenizer)
         writers[f"{role.name}/optimizer"] = role.engine.save_optimizer
     state: dict[str, JSON] = {
-        "policy_version": parts.weights.version,
-        "drawn": asdict(trainer.drawn),
+        **trainer.state_dict(),
         "algorithm": parts.algorithm.state_dict(),
         "config": config.model_dump(mode="json"),
         "train_fingerprint": parts.train.fingerprint,
@@ -86,7 +83,7 @@ def _store(trainer: RunInProgress) -> CheckpointStore:
     return CheckpointStore(config.output_dir, config.keep_checkpoints)
 
 
-def _least_bytes(parts: Parts) -> int:
+def _least_bytes(parts: RunParts) -> int:
     """What the tensors of a checkpoint take."""
     return sum(role.engine.checkpoint_bytes() for role in parts.trained_roles)
 
@@ -110,8 +107,8 @@ def restore(trainer: RunInProgress) -> None:
         role.engine.load_model(checkpoint.part(f"{role.name}/model"))
         role.engine.load_optimizer(checkpoint.part(f"{role.name}/optimizer"))
     parts.algorithm.load_state_dict(checkpoint.state["algorithm"])
-    parts.weights.set_version(int(checkpoint.state["policy_version"]))
-    trainer.steps_done, trainer.drawn = checkpoint.step, Drawn(**checkpoint.state["drawn"])
+    trainer.steps_done = checkpoint.step
+    trainer.load_state_dict(checkpoint.state)
     log.info("going on from %s after step %d", checkpoint.path, checkpoint.step)
 
 

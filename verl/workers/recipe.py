@@ -7,7 +7,7 @@ loop.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,16 +30,24 @@ from verl.workers.trained import Actor, Critic
 
 @dataclass(frozen=True)
 class Recipe:
-    """Sections of a run, validated, and its tokenizer. Small, and travels to every worker."""
+    """Sections of a run, validated, and its tokenizer. Small, and travels to every worker.
+
+    rollout  None for a run that samples nothing
+    """
 
     model: ModelConfig
     tokenizer: PreTrainedTokenizerBase
     algorithm: AlgorithmConfig
-    rollout: RolloutConfig
     actor: TrainedConfig
-    critic: TrainedConfig
     reference: EngineConfig
     seed: int
+    rollout: RolloutConfig | None = None
+    critic: TrainedConfig = field(default_factory=TrainedConfig)
+
+    @property
+    def temperature(self) -> float:
+        """Of the distribution whose log-probs count: the sampler's; 1 where nothing is sampled."""
+        return 1.0 if self.rollout is None else self.rollout.temperature
 
     def load(self, device: torch.device) -> PreTrainedModel:
         """The policy's starting point. One made from scratch draws from torch's generator: seed it before."""
@@ -53,7 +61,7 @@ class Recipe:
 
     def make_actor(self, lm: CausalLM, algorithm: Algorithm[Any], device: torch.device, mesh: Mesh) -> Actor:
         """The policy in training."""
-        network = PolicyNetwork(lm, self.rollout.temperature)
+        network = PolicyNetwork(lm, self.temperature)
         engine = TrainingEngine(network, self.actor, device, "actor", mesh)
         return Actor(engine, self.actor, algorithm, self.seed)
 
@@ -66,10 +74,11 @@ class Recipe:
 
     def make_reference(self, module: PreTrainedModel, device: torch.device, mesh: Mesh) -> Reference:
         """The frozen starting policy."""
-        network = PolicyNetwork(CausalLM(module.requires_grad_(False)), self.rollout.temperature)
+        network = PolicyNetwork(CausalLM(module.requires_grad_(False)), self.temperature)
         return Reference(Engine(network, self.reference, device, "reference", mesh))
 
     def make_rollout(self, lm: CausalLM) -> RolloutEngine:
         """The rollout engine over ``lm``."""
+        assert self.rollout is not None, "a run that samples has a rollout section"
         build: Callable[..., RolloutEngine] = ROLLOUT_ENGINES.load(self.rollout.name)
         return build(lm, self.tokenizer, self.rollout, eos_token_ids(lm.module, self.tokenizer))
