@@ -138,6 +138,7 @@ class TrainingEngine(Engine):
         )
         self._moments = MomentsOnCPU(self.optimizer) if config.offload_optimizer else nullcontext()
         self.has_unsynced_update = False
+        self.skipped_in_a_row = 0
         if config.gradient_checkpointing:
             _enable_gradient_checkpointing(network, label)
 
@@ -146,9 +147,9 @@ class TrainingEngine(Engine):
 
         lr       learning rate of this step
         entropy  whether the loss needs the entropy's gradient
-        Returns the loss's metrics and `<label>/grad_norm`, `<label>/skipped_updates`, `<label>/lr`, on every rank those
-        of all ranks. An update whose gradient isn't finite is skipped and counted; one without a token to learn from
-        changes nothing.
+        Returns the loss's metrics and `<label>/grad_norm`, `<label>/lr`, `<label>/skipped_updates/sum`,
+        `<label>/skipped_in_a_row/max`, on every rank those of all ranks. An update whose loss or gradient isn't finite
+        is skipped and counted; one without a token to learn from changes nothing.
         """
         self._prepare_module()
         tally = _Tally(self.device)
@@ -169,13 +170,15 @@ class TrainingEngine(Engine):
             loss_of,
             lambda index: self.masters.expect_backward(is_last=index == len(parts) - 1),
         )
-        metrics, count, tokens = self._of_all_ranks(tally)
+        metrics, total, count, tokens = self._of_all_ranks(tally)
         # a count of 0 is no sign of no tokens: a plain sum has none
-        grad_norm, is_applied = self._step(float(Loss.divisor(count)), lr) if tokens else (0.0, True)
+        grad_norm, is_applied = self._step(total, float(Loss.divisor(count)), lr) if tokens else (0.0, True)
         self.optimizer.zero_grad()
+        self.skipped_in_a_row = 0 if is_applied else self.skipped_in_a_row + 1
         metrics.add_mean(f"{self.label}/grad_norm", grad_norm, 1)
         metrics.add_mean(f"{self.label}/lr", lr, 1)
         metrics.add_sum(f"{self.label}/skipped_updates/sum", float(not is_applied))
+        metrics.add_max(f"{self.label}/skipped_in_a_row/max", float(self.skipped_in_a_row))
         return metrics
 
     def save_model(self, folder: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
@@ -207,13 +210,13 @@ class TrainingEngine(Engine):
         separate = sum(m.nbytes for m in self.masters.separate.values())
         return weights + separate + 2 * sum(m.nbytes for m in self.masters.masters.values())
 
-    def _of_all_ranks(self, tally: _Tally) -> tuple[MetricSums, Tensor, float]:
-        """Metrics, count and number of tokens over all data-parallel ranks."""
+    def _of_all_ranks(self, tally: _Tally) -> tuple[MetricSums, float, Tensor, float]:
+        """Metrics, loss, count and number of tokens over all data-parallel ranks."""
         if self.mesh.dp_size > 1:
             dist.all_reduce(tally.sums, group=self.mesh.dp_group)
             tally.metrics = merged_over_ranks(tally.metrics, self.mesh.dp_group)
-        metrics, (count, tokens) = self.passes.from_last((tally.metrics, tally.sums))
-        return metrics, count, float(tokens)
+        metrics, (total, count, tokens) = self.passes.from_last((tally.metrics, tally.sums))
+        return metrics, float(total), count, float(tokens)
 
     def _prepare_module(self) -> None:
         """Evaluation mode, as the sampler's: what a model does in training mode only makes it another policy.
@@ -225,12 +228,12 @@ class TrainingEngine(Engine):
             for part in self.network.module.modules():
                 part.training = bool(getattr(part, "gradient_checkpointing", False))
 
-    def _step(self, divisor: float, lr: float) -> tuple[float, bool]:
+    def _step(self, loss: float, divisor: float, lr: float) -> tuple[float, bool]:
         """Divide the gradient, clip, apply. Returns the norm before clipping and whether the update was applied."""
         gradients = self.masters.gradients()
         torch._foreach_div_(gradients, divisor)
         grad_norm = float(self.masters.grad_norm())
-        is_finite = math.isfinite(grad_norm)
+        is_finite = math.isfinite(grad_norm) and math.isfinite(loss)
         if is_finite:
             limit = self.optim_config.max_grad_norm
             if limit is not None and grad_norm > limit:
@@ -245,14 +248,15 @@ class TrainingEngine(Engine):
 
 
 class _Tally:
-    """What the losses of an update's micro-batches add up to: metrics, and [2] the count and the response tokens."""
+    """What the losses of an update's micro-batches add up to: metrics, and [3] loss, count and response tokens."""
 
     def __init__(self, device: torch.device) -> None:
         self.metrics = MetricSums()
-        self.sums = torch.zeros(2, device=device)
+        self.sums = torch.zeros(3, device=device)
 
     def add(self, loss: Loss, response_mask: Tensor) -> None:
-        self.sums = self.sums + torch.stack([loss.count.to(self.sums), response_mask.sum().to(self.sums)])
+        pieces = (loss.sum.detach(), loss.count, response_mask.sum())
+        self.sums = self.sums + torch.stack([piece.to(self.sums) for piece in pieces])
         self.metrics.update(loss.metrics)
 
 

@@ -27,17 +27,25 @@ BUCKET_BYTES = 1 << 28
 class RemoteEngine:
     """The engine of a role whose workers are ``group``: what Actor, Critic and Reference call.
 
-    output  name -> column that the group's ``infer`` gives
+    column  what the group's ``infer`` gives
+    infer   the group's method; default: its ``infer``
     """
 
-    def __init__(self, group: WorkerGroup, algorithm: Algorithm[Any], column: str) -> None:
+    def __init__(
+        self,
+        group: WorkerGroup,
+        algorithm: Algorithm[Any],
+        column: str,
+        infer: Callable[[Batch], Any] | None = None,
+    ) -> None:
         self.group, self._algorithm, self._column = group, algorithm, column
+        self._infer: Callable[[Batch], Any] = infer or group.infer
         self.has_unsynced_update = False
 
     def infer(self, batch: Batch, output: str) -> Tensor:
         """As ``Engine.infer``: [N] float32 in the batch's order."""
         order = torch.tensor([row for shard in self._shards(batch) for row in shard], dtype=torch.int64)
-        found = self.group.infer(batch.columns().select(order)).fetch(self._column)
+        found = self._infer(batch.columns().select(order)).fetch(self._column)
         values = found[self._column]
         pieces = values.split(batch.lengths("response_ids")[order].tolist())
         back = torch.argsort(order).tolist()
@@ -57,6 +65,10 @@ class RemoteEngine:
     def save_model(self, folder: Path, tokenizer: Any = None) -> None:
         """As ``TrainingEngine.save_model``; the workers write, with the tokenizer that they have."""
         self.group.save_model(folder).get()
+
+    def save_base(self, folder: Path) -> None:
+        """As ``TrainingEngine.save_base``."""
+        self.group.save_base(folder).get()
 
     def load_model(self, folder: Path) -> None:
         """As ``TrainingEngine.load_model``."""

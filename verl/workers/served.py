@@ -24,7 +24,7 @@ from verl.observe.memory import peak_memory_bytes, reset_peak_memory
 from verl.observe.metrics import MetricSums
 from verl.rollout.base import Request, Response, RolloutStats
 from verl.workers.recipe import Recipe
-from verl.workers.reference import Reference
+from verl.workers.reference import BaseReference, Reference
 from verl.workers.trained import Actor, Critic
 
 Bucket = list[tuple[str, Tensor]]
@@ -55,6 +55,13 @@ class EngineWorker:
         self.role.infer(batch)
         return batch.columns([self.role.writes])
 
+    @dispatch(split_rows)
+    def infer_base(self, batch: Batch) -> Batch:
+        """``ref_log_probs`` of these rows, by the model below the adapter."""
+        reference = BaseReference(self.engine)
+        reference.infer(batch)
+        return batch.columns([reference.writes])
+
     @dispatch(split_first)
     def update(self, batches: list[Batch], *, lr: float, entropy: bool, algorithm: Mapping[str, Any]) -> MetricSums:
         """One optimizer step over these rows, one batch of them, and those of the other ranks; ``algorithm`` is its
@@ -78,6 +85,11 @@ class EngineWorker:
     def save_model(self, folder: Path) -> None:
         """Write the role's weights, together with the other ranks."""
         self.engine.save_model(folder, self.tokenizer)
+
+    @dispatch(broadcast)
+    def save_base(self, folder: Path) -> None:
+        """Write the model below the adapter, together with the other ranks."""
+        self.engine.save_base(folder)
 
     @dispatch(broadcast)
     def load_model(self, folder: Path) -> None:
