@@ -36,7 +36,7 @@ def engine_of(
     add_adapter(module, LoraConfig(rank=2, alpha=4.0), base="nowhere", seed=0)
     network: Any = PolicyNetwork(CausalLM(module)) if kind == "actor" else None
     if network is None:
-        network = ValueNetwork(module) if kind == "critic" else ScoreNetwork(module)
+        network = ValueNetwork(module) if kind == "critic" else ScoreNetwork(CausalLM(module))
     config = TrainedConfig(optim=OptimConfig(lr=LR, weight_decay=0.1), **keys)
     return TrainingEngine(network, config, CPU, kind, mesh)
 

@@ -53,7 +53,7 @@ def updates(kind: str, budget: int, mesh: Mesh) -> dict[str, Any]:
     """Metrics of three updates, and what the model then says of this rank's rows, by their numbers."""
     config = TrainedConfig(optim=OptimConfig(lr=1e-3), max_tokens_per_micro_batch=budget)
     module = tiny_model("llama", shape={"num_key_value_heads": 2})
-    network: Any = PolicyNetwork(CausalLM(module)) if kind == "sft" else ScoreNetwork(module)
+    network: Any = PolicyNetwork(CausalLM(module)) if kind == "sft" else ScoreNetwork(CausalLM(module))
     engine = TrainingEngine(network, config, CPU, kind, mesh)
     sft, pairs = SFT(SFTConfig()), BradleyTerry(BradleyTerryConfig(centre_coef=0.01))
     batch = rows()

@@ -65,7 +65,7 @@ def test_a_value_network_starts_at_zero_and_has_no_language_head() -> None:
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "qwen3_moe"])
 def test_a_score_network_is_the_classifier_that_transformers_saves_and_loads(family: str, tmp_path: Path) -> None:
     """The number at each response token is the classifier's own on the row up to it, whatever stands beside the row."""
-    network = ScoreNetwork(tiny_model(family))
+    network = ScoreNetwork(CausalLM(tiny_model(family)))
     rows = pack(sampled_batch([2, 3, 1], [4, 1, 2]), CPU, network.offset)
     assert network(rows)["scores"].tolist() == [0.0] * 7
     assert rows.predict_at.tolist() == [2, 3, 4, 5, 9, 11, 12]
@@ -82,4 +82,4 @@ def test_a_score_network_is_the_classifier_that_transformers_saves_and_loads(fam
 
 def test_a_model_without_a_classifier_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedModel, match="granite"):
-        ScoreNetwork(tiny_model("granite"))
+        ScoreNetwork(CausalLM(tiny_model("granite")))

@@ -8,6 +8,7 @@ import torch
 from tests.tiny import tiny_folder, tiny_model, word_tokenizer
 from verl.common.errors import DataError, UnsupportedModel
 from verl.engines.checkpoint_parts import save_model
+from verl.models.causal_lm import CausalLM
 from verl.models.networks import ScoreNetwork
 from verl.rewards.base import RewardItem
 from verl.rewards.config import RewardConfig
@@ -21,7 +22,7 @@ ITEM = RewardItem(prompt="hi", response="w7 w8", prompt_ids=[1, 5], response_ids
 
 def reward_folder(folder: Path) -> Path:
     """A reward model of random weights and the word tokenizer."""
-    network = ScoreNetwork(tiny_model("llama"))
+    network = ScoreNetwork(CausalLM(tiny_model("llama")))
     with torch.no_grad():
         network.module.score.weight.copy_(torch.linspace(-1, 1, 32))
     save_model(folder, network.module, word_tokenizer())

@@ -128,9 +128,9 @@ class ScoreNetwork:
 
     offset = 0
 
-    def __init__(self, module: PreTrainedModel) -> None:
-        self.lm = CausalLM(module)
-        self.module: Any = _classifier(self.lm)
+    def __init__(self, lm: CausalLM) -> None:
+        self.lm = lm
+        self.module: Any = _classifier(lm)
 
     def __call__(self, rows: PackedRows, entropy: bool = False) -> dict[str, Tensor]:
         hidden = self.hidden(rows)[rows.predict_at]
