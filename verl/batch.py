@@ -74,7 +74,14 @@ FIELDS: dict[str, Field] = {
     "pair_id": Field(
         "row", torch.int64, "data", "engines, losses", "a loss compares the rows that share it, so they stay together"
     ),
-    "is_chosen": Field("row", torch.bool, "data", "losses", "True on the row of a pair that is the better one"),
+    "is_chosen": Field("row", torch.bool, "data", "losses", "True on a pair's better answer, or on a desirable one"),
+    "kl_estimate": Field(
+        "row",
+        torch.float32,
+        "reference",
+        "losses",
+        "KL of the policy from the reference, one number a step",
+    ),
     "policy_version": Field("row", torch.int64, "rollout", "trainer", "weight version that sampled the row"),
     "finish_reason": Field("row", torch.int64, "rollout", "algorithms", "a FinishReason"),
 }

@@ -77,8 +77,8 @@ class Algorithm(ABC, Generic[ConfigT]):
     @property
     @abstractmethod
     def needs(self) -> frozenset[str]:
-        """Of {"critic", "reference", "old_log_probs", "greedy_scores", "kl_estimate"}: what must be there before the
-        losses."""
+        """Of {"critic", "reference", "old_log_probs", "greedy_scores", "starting_policy", "kl_estimate"}: what must be
+        there before the losses."""
 
     @property
     @abstractmethod
@@ -108,6 +108,10 @@ class Algorithm(ABC, Generic[ConfigT]):
         """The reward model's loss on one micro-batch; scores [B, R] float of each row up to each token, with
         gradient."""
         raise self._trains_no("reward model")
+
+    def derived(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Further metrics of a step that follow from those of the losses."""
+        return {}
 
     def _trains_no(self, role: str) -> ConfigError:
         return ConfigError(f"algorithm {self.config.name!r} has no {role} to train; it trains {', '.join(self.trains)}")

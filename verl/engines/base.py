@@ -158,7 +158,7 @@ class TrainingEngine(Engine):
         def loss_of(index: int, outputs: Mapping[str, Tensor]) -> Tensor:
             if not len(parts[index]):
                 return _anchor(outputs)
-            columns = _columns(parts[index], self.device)
+            columns = columns_on(parts[index], self.device)
             loss = loss_function(_padded(outputs, parts[index]), columns)
             tally.add(loss, columns["response_mask"])
             # without a gradient of its own it takes a zero one: other ranks wait for this one's backward pass
@@ -265,7 +265,7 @@ def _anchor(outputs: Mapping[str, Tensor]) -> Tensor:
     return torch.stack([values.sum() for values in outputs.values() if values.requires_grad]).sum() * 0.0
 
 
-def _columns(part: Batch, device: torch.device) -> dict[str, Tensor]:
+def columns_on(part: Batch, device: torch.device) -> dict[str, Tensor]:
     """Every response-shaped number of the batch as [B, R], and every [B] one, on ``device``."""
     columns = {}
     for name in part.names:

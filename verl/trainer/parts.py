@@ -56,15 +56,15 @@ class RunParts:
             cast(Any, self.module).set_attn_implementation(ATTENTION)
 
     def give_model_back(self) -> None:
-        """Leave the module as its owner knows it: ``generate`` and plain calls work again. Workers end."""
+        """Leave the module as its owner knows it: ``generate`` and plain calls work again."""
         if self.module is not None:
             cast(Any, self.module).set_attn_implementation(self.own_attention)
-        if self.controller is not None:
-            self.controller.close()
 
     def close(self) -> None:
-        """Give back what the run took."""
+        """Give back what the run took; workers end."""
         self.give_model_back()
+        if self.controller is not None:
+            self.controller.close()
 
     @property
     def trained_roles(self) -> list[TrainedRole]:
