@@ -14,6 +14,7 @@ from verl.algorithms.base import Algorithm, AlgorithmConfig, Loss
 from verl.algorithms.clipped_policy import response_mask
 from verl.algorithms.masked import masked_sum
 from verl.algorithms.pairs import pair_rows
+from verl.algorithms.preference import mean_of
 from verl.common.errors import ShapeError
 
 
@@ -37,7 +38,8 @@ class BradleyTerry(Algorithm[BradleyTerryConfig]):
     """
 
     Config: ClassVar[type[AlgorithmConfig]] = BradleyTerryConfig
-    family: ClassVar[str] = "reward_model"
+    family: ClassVar[str] = "preference"
+    is_paired: ClassVar[bool] = True
 
     @property
     def needs(self) -> frozenset[str]:
@@ -63,20 +65,14 @@ class BradleyTerry(Algorithm[BradleyTerryConfig]):
         losses = -logsigmoid(margin)
         if self.config.centre_coef > 0:
             losses = losses + self.config.centre_coef * (last[chosen] + last[rejected]).square()
-        pairs = counts.sum().float()
-
-        def over_pairs(values: Tensor) -> tuple[Tensor, Tensor]:
-            return masked_sum(values.detach().float(), counts), pairs
-
-        total = masked_sum(losses, counts)
         metrics = {
-            "reward_model/loss": over_pairs(losses),
-            "reward_model/accuracy": over_pairs(margin > 0),
-            "reward_model/margin": over_pairs(margin),
-            "reward_model/chosen_score": over_pairs(last[chosen]),
-            "reward_model/rejected_score": over_pairs(last[rejected]),
+            "reward_model/loss": mean_of(losses, counts),
+            "reward_model/accuracy": mean_of(margin > 0, counts),
+            "reward_model/margin": mean_of(margin, counts),
+            "reward_model/chosen_score": mean_of(last[chosen], counts),
+            "reward_model/rejected_score": mean_of(last[rejected], counts),
         }
-        return Loss(total, pairs, metrics)
+        return Loss(masked_sum(losses, counts), counts.sum().float(), metrics)
 
 
 def last_scores(scores: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

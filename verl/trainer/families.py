@@ -13,6 +13,7 @@ RUNS = Registry(
     {
         "on_policy": "verl.trainer.sections:OnPolicyRun",
         "preference": "verl.trainer.offline_sections:PreferenceRun",
+        "supervised": "verl.trainer.sft_sections:SFTRun",
     },
 )
 """Family -> the sections of its runs."""
@@ -21,6 +22,7 @@ TRAINERS = Registry(
     {
         "on_policy": "verl.trainer.ppo_trainer:PPOTrainer",
         "preference": "verl.trainer.preference_trainer:PreferenceTrainer",
+        "supervised": "verl.trainer.sft_trainer:SFTTrainer",
     },
 )
 """Family -> its trainer."""

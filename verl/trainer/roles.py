@@ -24,11 +24,11 @@ from verl.models.loading import compute_dtype, outline_of
 from verl.observe.flops import ModelShape
 from verl.trainer.base_sections import Run
 from verl.trainer.placement import layout_of
-from verl.workers.recipe import Recipe
+from verl.workers.recipe import Recipe, learner
 from verl.workers.reference import Reference
 from verl.workers.remote import RemoteEngine, RemoteRollout, RemoteWeights
 from verl.workers.served import EngineWorker, RolloutWorker
-from verl.workers.trained import Actor, Critic
+from verl.workers.trained import Critic, TrainedRole
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Roles:
     device: torch.device
     module: PreTrainedModel | None
     algorithm: Algorithm[Any]
-    actor: Actor
+    actor: TrainedRole
     critic: Critic | None
     reference: Reference | None
     sampler: Sampler | None
@@ -123,8 +123,8 @@ def _roles_on_workers(config: Run, recipe: Recipe) -> Roles:
             return controller.group(role, EngineWorker, pool, layout_of(parallel), role=role, recipe=recipe)
 
         seed = config.trainer.seed
-        actor_engine = RemoteEngine(group("actor", recipe.actor.parallel), algorithm, Actor.writes)
-        actor = Actor(cast(Any, actor_engine), config.actor, algorithm, seed)
+        actor_engine = RemoteEngine(group("actor", recipe.actor.parallel), algorithm, learner(algorithm).writes)
+        actor = learner(algorithm)(cast(Any, actor_engine), config.actor, algorithm, seed)
         critic = reference = None
         if "critic" in algorithm.needs:
             engine = RemoteEngine(group("critic", recipe.critic.parallel), algorithm, Critic.writes)

@@ -46,7 +46,7 @@ class OnPolicyRun(Run):
     family: ClassVar[str] = "on_policy"
     must_say: ClassVar[dict[str, str]] = Run.must_say | {
         "data.train": "data.train, the prompts to train on",
-        "reward.name|reward.function": "reward.name or reward.function, what scores a response",
+        "reward.name|reward.function|reward.model": "reward.name, reward.function or reward.model: what scores a response",
     }
     variants: ClassVar[dict[str, Any]] = {"algorithm": ALGORITHMS, "rollout": ROLLOUT_ENGINES}
 
@@ -80,7 +80,10 @@ class OnPolicyRun(Run):
             found["reference.gradient_checkpointing"] = "the reference makes no backward pass"
         if self.data.val is not None and self.validation.temperature == 0:
             found["validation.samples_per_prompt"] = "validation.temperature is 0, so the samples of a prompt are equal"
-        if self.reward.workers == 0:
+        if self.reward.model is not None:
+            unused = ("kwargs", "timeout_s", "workers", "cache")
+            found |= {f"reward.{key}": "reward.model scores in this process" for key in unused}
+        elif self.reward.workers == 0:
             found |= {key: "needs reward.workers above 0" for key in ("reward.timeout_s", "reward.cache")}
         return found
 

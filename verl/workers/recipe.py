@@ -20,12 +20,14 @@ from verl.engines.config import EngineConfig, TrainedConfig
 from verl.engines.mesh import Mesh
 from verl.models.causal_lm import CausalLM
 from verl.models.loading import ModelConfig, compute_dtype, eos_token_ids, load_model
-from verl.models.networks import PolicyNetwork, ValueNetwork
+from verl.models.networks import PolicyNetwork, ScoreNetwork, ValueNetwork
 from verl.rollout import ROLLOUT_ENGINES
 from verl.rollout.base import RolloutEngine
 from verl.rollout.config import RolloutConfig
 from verl.workers.reference import Reference
-from verl.workers.trained import Actor, Critic
+from verl.workers.trained import Actor, Critic, RewardModelRole, TrainedRole
+
+_LEARNERS: dict[str, type[TrainedRole]] = {kind.name: kind for kind in (Actor, RewardModelRole)}
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,12 @@ class Recipe:
         algorithm.rollout_rounds_apart = dtype != torch.float32
         return algorithm
 
-    def make_actor(self, lm: CausalLM, algorithm: Algorithm[Any], device: torch.device, mesh: Mesh) -> Actor:
-        """The policy in training."""
-        network = PolicyNetwork(lm, self.temperature)
-        engine = TrainingEngine(network, self.actor, device, "actor", mesh)
-        return Actor(engine, self.actor, algorithm, self.seed)
+    def make_actor(self, lm: CausalLM, algorithm: Algorithm[Any], device: torch.device, mesh: Mesh) -> TrainedRole:
+        """What learns from the starting point on: the policy or, as the algorithm declares, a reward model."""
+        kind = learner(algorithm)
+        network = ScoreNetwork(lm) if kind is RewardModelRole else PolicyNetwork(lm, self.temperature)
+        engine = TrainingEngine(network, self.actor, device, kind.name, mesh)
+        return kind(engine, self.actor, algorithm, self.seed)
 
     def make_critic(
         self, module: PreTrainedModel, algorithm: Algorithm[Any], device: torch.device, mesh: Mesh
@@ -82,3 +85,8 @@ class Recipe:
         assert self.rollout is not None, "a run that samples has a rollout section"
         build: Callable[..., RolloutEngine] = ROLLOUT_ENGINES.load(self.rollout.name)
         return build(lm, self.tokenizer, self.rollout, eos_token_ids(lm.module, self.tokenizer))
+
+
+def learner(algorithm: Algorithm[Any]) -> type[TrainedRole]:
+    """The role that ``actor`` configures: of those that the algorithm trains the one that starts from ``model``."""
+    return next(_LEARNERS[name] for name in algorithm.trains if name in _LEARNERS)

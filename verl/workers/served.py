@@ -25,7 +25,7 @@ from verl.observe.metrics import MetricSums
 from verl.rollout.base import Request, Response, RolloutStats
 from verl.workers.recipe import Recipe
 from verl.workers.reference import BaseReference, Reference
-from verl.workers.trained import Actor, Critic
+from verl.workers.trained import TrainedRole
 
 Bucket = list[tuple[str, Tensor]]
 """Some whole weights by name."""
@@ -40,7 +40,7 @@ class EngineWorker:
         self.module = recipe.load(self.device)
         self.tokenizer = recipe.tokenizer
         self.algorithm = recipe.make_algorithm(self.module.dtype)
-        self.role: Actor | Critic | Reference = _MAKE[role](self, recipe)
+        self.role: TrainedRole | Reference = _MAKE[role](self, recipe)
         self._buckets: Iterator[Bucket] = iter(())
 
     @property
@@ -67,7 +67,7 @@ class EngineWorker:
         """One optimizer step over these rows, one batch of them, and those of the other ranks; ``algorithm`` is its
         state."""
         (batch,) = batches
-        assert isinstance(self.role, Actor | Critic)
+        assert isinstance(self.role, TrainedRole)
         self.algorithm.load_state_dict(algorithm)
         return self.engine.update(batch, self.role.loss, lr=lr, entropy=entropy)
 
@@ -188,12 +188,12 @@ class RolloutWorker:
         self.engine.wake()
 
 
-def _actor(worker: EngineWorker, recipe: Recipe) -> Actor:
+def _actor(worker: EngineWorker, recipe: Recipe) -> TrainedRole:
     mesh = Mesh.build(recipe.actor.parallel, worker.device.type)
     return recipe.make_actor(CausalLM(worker.module), worker.algorithm, worker.device, mesh)
 
 
-def _critic(worker: EngineWorker, recipe: Recipe) -> Critic:
+def _critic(worker: EngineWorker, recipe: Recipe) -> TrainedRole:
     mesh = Mesh.build(recipe.critic.parallel, worker.device.type)
     return recipe.make_critic(worker.module, worker.algorithm, worker.device, mesh)
 
@@ -204,7 +204,7 @@ def _reference(worker: EngineWorker, recipe: Recipe) -> Reference:
     )
 
 
-_MAKE: dict[str, Callable[[EngineWorker, Recipe], Actor | Critic | Reference]] = {
+_MAKE: dict[str, Callable[[EngineWorker, Recipe], TrainedRole | Reference]] = {
     "actor": _actor,
     "critic": _critic,
     "reference": _reference,
