@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ from typing_extensions import Self
 from verl.common.errors import ConfigError, DataError, VerlError
 from verl.common.section import Section
 from verl.models.lora import CONFIG as ADAPTER
-from verl.models.lora import LoraConfig, base_of, has_adapter, merge_adapter
+from verl.models.lora import LoraConfig, has_adapter, load_merged, root_of
 
 log = logging.getLogger(__name__)
 
@@ -100,10 +101,9 @@ def load_model(
                 model: Any = AutoModelForCausalLM.from_config(described, dtype=dtype, **remote)
         else:
             path = _place(config.path, "model.path")
-            model = AutoModelForCausalLM.from_pretrained(base_of(Path(path)) or path, dtype=dtype, **remote)
-            if base_of(Path(path)) is not None:
-                model = merge_adapter(model, Path(path))
-            elif has_adapter(model):
+            load: Any = AutoModelForCausalLM.from_pretrained
+            model = load_merged(path, partial(load, dtype=dtype, **remote))
+            if has_adapter(model):
                 raise ConfigError(f"model.path={path!r} is an adapter on the hub: download it, and give the folder")
     except VerlError:
         raise
@@ -128,8 +128,7 @@ def load_model_config(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -
     try:
         if config.path is None:
             return _scratch_config(config.scratch or {}, tokenizer)
-        path = _place(config.path, "model.path")
-        path = base_of(Path(path)) or path
+        path = root_of(_place(config.path, "model.path"))
         found: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
         return found
     except VerlError:

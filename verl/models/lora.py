@@ -11,7 +11,7 @@ dropout, which would make the policy that learns another one than the policy tha
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
@@ -163,6 +163,18 @@ def base_of(folder: Path) -> str | None:
         raise CheckpointError(f"{folder / CONFIG} doesn't say which model the adapter is for (base_model_name_or_path)")
     beside = next((above / "base" for above in folder.parents if (above / "base" / "config.json").is_file()), None)
     return str(beside) if beside is not None and Path(base).is_absolute() and not Path(base).is_dir() else str(base)
+
+
+def root_of(place: str) -> str:
+    """The model that stands below all adapters of ``place``, a folder or a hub name; itself where it holds none."""
+    base = base_of(Path(place))
+    return place if base is None else root_of(base)
+
+
+def load_merged(place: str, load: Callable[[str], PreTrainedModel]) -> PreTrainedModel:
+    """The model at ``place``; of an adapter's folder its base with the adapter merged, and so on down to ``load``."""
+    base = base_of(Path(place))
+    return load(place) if base is None else merge_adapter(load_merged(base, load), Path(place))
 
 
 def is_classifier(folder: Path) -> bool:

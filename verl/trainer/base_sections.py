@@ -55,6 +55,9 @@ class BaseTrainerConfig(Section):
     resume: Literal["auto", "never"] = "auto"
     """auto: go on from the newest whole checkpoint in `output_dir`; never: refuse to touch a run that is there."""
 
+    max_skipped_in_a_row: int = Field(10, ge=1)
+    """Updates left out in a row, since their loss or gradient wasn't finite, at which the run stops."""
+
     @property
     def rows_per_batch(self) -> int:
         """Rows of the training data that a step draws at a time."""
@@ -181,6 +184,9 @@ class Run(Section):
             found["data.chat_template_kwargs"] = "data.chat is never"
         if self.trainer.total_steps is not None:
             found["trainer.epochs"] = "trainer.total_steps is given and wins"
+        if self.model.lora is not None:
+            reason = "with model.lora the reference is the model below the adapter, which the actor's engine runs"
+            found |= dict.fromkeys(("reference", "placement.reference"), reason)
         if self.model.path is None:
             found["model.trust_remote_code"] = "needs model.path"
         for role in ("actor", "critic"):

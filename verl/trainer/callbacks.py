@@ -13,11 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from verl.batch import Batch
-from verl.common.errors import CheckpointError
+from verl.common.errors import CheckpointError, NotFinite
 from verl.common.files import write_text
+from verl.engines.packing import cut_by_tokens, kept_together, rows_of, unit_lengths
+from verl.observe.health import HealthWatch
+from verl.observe.history import METRICS_FILE, load_metrics
 from verl.observe.trackers import TrackedRun, Trackers, open_trackers
 from verl.trainer.resume import check_room, holds_run, save
 from verl.trainer.run_in_progress import RunInProgress
+from verl.workers.trained import TrainedRole
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +41,7 @@ class Callback:
 
 def default_callbacks(sample_writers: Sequence[Callback] = ()) -> list[Callback]:
     """What the config asks for, in order; ``sample_writers`` keep samples of the steps."""
-    return [SaveConfig(), Validate(), *sample_writers, Track(), SaveCheckpoints()]
+    return [SaveConfig(), Validate(), *sample_writers, Track(), WatchHealth(), SaveCheckpoints()]
 
 
 class SaveConfig(Callback):
@@ -116,30 +120,94 @@ class Track(Callback):
         self.trackers = None
 
 
+class WatchHealth(Callback):
+    """Warns of a run that has stopped learning, and ends one whose updates have been left out too often in a row."""
+
+    def __init__(self) -> None:
+        self.watch = HealthWatch()
+
+    def on_start(self, trainer: RunInProgress) -> None:
+        self.watch = HealthWatch()
+        path = trainer.config.trainer.output_dir / METRICS_FILE
+        for line in load_metrics(path) if path.exists() else []:
+            self.watch.look(int(line["step"]), line)
+
+    def on_step(self, trainer: RunInProgress, batch: Batch, metrics: dict[str, float]) -> None:
+        for sentence in self.watch.look(trainer.steps_done, metrics):
+            log.warning(sentence)
+        limit = trainer.config.trainer.max_skipped_in_a_row
+        for role in trainer.parts.trained_roles:
+            if (skipped := metrics.get(f"{role.name}/skipped_in_a_row/max", 0.0)) >= limit:
+                raise NotFinite(
+                    f"step {trainer.steps_done}: the last {skipped:.0f} updates of the {role.name} were left out: "
+                    f"their loss or gradient was no finite number (trainer.max_skipped_in_a_row={limit}). The weights "
+                    f"are those of the last update that was applied. Start again from a checkpoint with a lower "
+                    f"{role.name}.optim.lr or {role.name}.optim.max_grad_norm, or with model.amp_dtype=float32"
+                )
+
+
 class SaveCheckpoints(Callback):
-    """Saves on a schedule and whenever a run ends at a step that isn't saved yet, unless it broke within an update."""
+    """Saves on a schedule and whenever a run ends at a step that isn't saved yet, unless it broke within an update.
+
+    Weights that no longer give finite numbers are never saved: the newest checkpoint is one that a run can go on from.
+    """
 
     def __init__(self) -> None:
         self.saved: int | None = None
+        self._learnt: Batch | None = None
 
     def on_start(self, trainer: RunInProgress) -> None:
         self.saved = trainer.steps_done
         check_room(trainer)
 
     def on_step(self, trainer: RunInProgress, batch: Batch, metrics: dict[str, float]) -> None:
+        self._learnt = batch
         every = trainer.config.trainer.save_every
         if every is not None and trainer.steps_done % every == 0:
+            if (problem := self._problem(trainer)) is not None:
+                raise NotFinite(problem)
             self._save(trainer)
 
     def on_end(self, trainer: RunInProgress) -> None:
         if not trainer.is_whole:
             log.warning("step %d broke off within an update: nothing is saved of it", trainer.steps_done + 1)
-        elif trainer.steps_done != self.saved:
+        elif trainer.steps_done == self.saved and trainer.is_sound:
+            return
+        elif (problem := self._problem(trainer)) is not None:
+            log.error(problem)
+        else:
             self._save(trainer)
 
     def _save(self, trainer: RunInProgress) -> None:
         save(trainer)
         self.saved = trainer.steps_done
+
+    def _problem(self, trainer: RunInProgress) -> str | None:
+        """What is wrong with the weights as they are, if the step that followed or a micro-batch of the last one's rows
+        shows it."""
+        for role in trainer.parts.trained_roles:
+            if trainer.is_sound and _gives_numbers(role, self._learnt):
+                continue
+            newest = f"the newest checkpoint is of step {self.saved}" if self.saved else "there is no checkpoint"
+            if self.saved == trainer.steps_done:
+                newest += ", and holds them: remove it to go on from the one before"
+            return (
+                f"after step {trainer.steps_done} the weights of the {role.name} give numbers that aren't finite, so "
+                f"nothing is saved of them; {newest}. Lower {role.name}.optim.lr or {role.name}.optim.max_grad_norm, "
+                "or set model.amp_dtype=float32"
+            )
+        return None
+
+
+def _gives_numbers(role: TrainedRole, batch: Batch | None) -> bool:
+    """Whether what ``role`` infers of a micro-batch of these rows is finite."""
+    if batch is None or not len(batch):
+        return True
+    units = kept_together(batch)
+    bins = cut_by_tokens(unit_lengths(batch, units), role.config.max_tokens_per_micro_batch)
+    probe = batch.select(rows_of(units, bins)[0])
+    role.infer(probe)
+    return bool(probe[role.writes].isfinite().all())
 
 
 def write_rows(path: Path, rows: list[dict[str, object]]) -> None:

@@ -6,7 +6,9 @@ The only place that knows which engine, network and worker make up a role. Nothi
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -14,6 +16,7 @@ from transformers import PreTrainedModel
 
 from verl.algorithms.base import Algorithm
 from verl.common.errors import ConfigError
+from verl.common.files import folder_written_aside
 from verl.common.seeding import seed_everything
 from verl.controller import Controller, WorkerGroup
 from verl.engines.mesh import Mesh, ParallelConfig
@@ -21,11 +24,12 @@ from verl.hybrid_engine.colocated import SharedWeights
 from verl.models.attention import ATTENTION
 from verl.models.causal_lm import CausalLM
 from verl.models.loading import compute_dtype, outline_of
+from verl.models.lora import check_installed
 from verl.observe.flops import ModelShape
-from verl.trainer.base_sections import Run
+from verl.trainer.base_sections import GIVEN, Run
 from verl.trainer.placement import layout_of
 from verl.workers.recipe import Recipe, learner
-from verl.workers.reference import Reference
+from verl.workers.reference import BaseReference, Reference
 from verl.workers.remote import RemoteEngine, RemoteRollout, RemoteWeights
 from verl.workers.served import EngineWorker, RolloutWorker
 from verl.workers.trained import Critic, TrainedRole
@@ -56,7 +60,10 @@ class Roles:
 
 
 def check_placement(config: Run, model: PreTrainedModel | None) -> None:
-    """Raise ConfigError for a model given as an object where workers would need it."""
+    """Raise ConfigError for a model given as an object where workers would need it, MissingExtra for an adapter without
+    the package that makes it."""
+    if config.model.lora is not None:
+        check_installed()
     if config.placement.kind != "inprocess" and model is not None:
         raise ConfigError(
             f"a model given as an object can't go to the workers of placement.executor={config.placement.kind}: save "
@@ -67,9 +74,22 @@ def check_placement(config: Run, model: PreTrainedModel | None) -> None:
 def build_roles(config: Run, model: PreTrainedModel | None, recipe: Recipe, device: torch.device) -> Roles:
     """The roles that ``recipe`` describes: in this process, on ``model`` where one was given, or on workers."""
     seed_everything(config.trainer.seed)
-    if config.placement.kind == "inprocess":
-        return _roles_here(config, model, recipe, device)
-    return _roles_on_workers(config, recipe)
+    kept = config.trainer.output_dir / "base"
+    recipe = replace(recipe, base=_found_again(config.model.path) or str(kept))
+    is_here = config.placement.kind == "inprocess"
+    roles = _roles_here(config, model, recipe, device) if is_here else _roles_on_workers(config, recipe)
+    if config.model.lora is not None and recipe.base == str(kept) and not kept.exists():
+        with folder_written_aside(kept) as aside:
+            roles.actor.engine.save_base(aside)
+    return roles
+
+
+def _found_again(path: str | None) -> str | None:
+    """``path`` as another process can find the model; None for a model that exists in this run alone."""
+    if path is None or path == GIVEN:
+        return None
+    folder = Path(path).expanduser()
+    return str(folder.absolute()) if folder.is_dir() else path
 
 
 def _roles_here(config: Run, model: PreTrainedModel | None, recipe: Recipe, device: torch.device) -> Roles:
@@ -78,7 +98,8 @@ def _roles_here(config: Run, model: PreTrainedModel | None, recipe: Recipe, devi
     algorithm = recipe.make_algorithm(module.dtype)
     own_attention = "sdpa" if module.config._attn_implementation == ATTENTION else module.config._attn_implementation
     single = Mesh.build(recipe.actor.parallel, device.type)
-    frozen = copy.deepcopy(module) if "reference" in algorithm.needs else None
+    needs_reference, has_base = "reference" in algorithm.needs, config.model.lora is not None
+    frozen = copy.deepcopy(module) if needs_reference and not has_base else None
     critic = (
         recipe.make_critic(copy.deepcopy(module), algorithm, device, Mesh.build(recipe.critic.parallel, device.type))
         if "critic" in algorithm.needs
@@ -90,7 +111,7 @@ def _roles_here(config: Run, model: PreTrainedModel | None, recipe: Recipe, devi
     if recipe.rollout is not None:
         engine = recipe.make_rollout(lm)
         sampler = Sampler(engine, SharedWeights(actor.engine, engine, lm.module))
-    reference = None
+    reference: Reference | None = BaseReference(actor.engine) if needs_reference and has_base else None
     if frozen is not None:
         reference = recipe.make_reference(frozen, device, Mesh.build(recipe.reference.parallel, device.type))
     return Roles(
@@ -130,8 +151,7 @@ def _roles_on_workers(config: Run, recipe: Recipe) -> Roles:
             engine = RemoteEngine(group("critic", recipe.critic.parallel), algorithm, Critic.writes)
             critic = Critic(cast(Any, engine), recipe.critic, algorithm, seed)
         if "reference" in algorithm.needs:
-            engine = RemoteEngine(group("reference", recipe.reference.parallel), algorithm, Reference.writes)
-            reference = Reference(cast(Any, engine))
+            reference = Reference(cast(Any, _reference_engine(config, recipe, algorithm, actor_engine, group)))
         sampler = None
         if recipe.rollout is not None:
             is_colocated = placement.rollout is None
@@ -156,8 +176,21 @@ def _roles_on_workers(config: Run, recipe: Recipe) -> Roles:
     )
 
 
+def _reference_engine(
+    config: Run,
+    recipe: Recipe,
+    algorithm: Algorithm[Any],
+    actor: RemoteEngine,
+    group: Callable[[str, ParallelConfig], WorkerGroup],
+) -> RemoteEngine:
+    """A group of its own, or, where the policy is an adapter, the actor's with that off."""
+    if config.model.lora is not None:
+        return RemoteEngine(actor.group, algorithm, Reference.writes, infer=actor.group.infer_base)
+    return RemoteEngine(group("reference", recipe.reference.parallel), algorithm, Reference.writes)
+
+
 def _policy_module(model: PreTrainedModel | None, recipe: Recipe, device: torch.device) -> PreTrainedModel:
     if model is None:
         return recipe.load(device)
     moved: PreTrainedModel = cast(Any, model).to(device=device, dtype=compute_dtype(recipe.model.amp_dtype, device))
-    return moved
+    return recipe.adapted(moved)

@@ -16,6 +16,8 @@ class RunInProgress(Protocol):
     """Whole steps made, those of a resumed run counted."""
     is_whole: bool
     """False when a step broke off within its update: the weights belong to no step."""
+    is_sound: bool
+    """False when a step found that the weights it began with give numbers that aren't finite."""
     metrics: dict[str, float]
     """Of the last step; before the first one, of the validation at the start."""
 

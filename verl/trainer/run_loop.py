@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 from typing_extensions import Self
 
 from verl.batch import Batch
-from verl.common.errors import ConfigError, RunIncomplete, StaleWeights
+from verl.common.errors import ConfigError, NotFinite, RunIncomplete, StaleWeights
 from verl.observe.memory import reset_peak_memory
 from verl.observe.metrics import PhaseTimer
 from verl.observe.profiler import ProfileConfig, StepProfiler
@@ -110,7 +110,7 @@ class RunLoop(ABC, Generic[RunT, PartsT]):
         self.config = config
         self.steps_done = 0
         self.parts = self.assemble(config, given)
-        self.is_whole = True
+        self.is_whole = self.is_sound = True
         self.metrics: dict[str, float] = {}
         self.interrupts = Interrupts()
         self.callbacks = default_callbacks(self.sample_writers()) if callbacks is None else callbacks
@@ -143,7 +143,7 @@ class RunLoop(ABC, Generic[RunT, PartsT]):
         reset_peak_memory(self.parts.device)
         with self.interrupts.protected():  # a signal waits for the end of the step, but for what make_step allows
             with self.profiler.step(number), timer.phase("step"):
-                made = self.make_step(number, timer)
+                made = self._sound_step(number, timer)
                 self.steps_done, self.is_whole = number, True
             timings = timer.result()
             self.metrics = {**made.metrics, **timings, **made.measure(timings)}
@@ -197,6 +197,13 @@ class RunLoop(ABC, Generic[RunT, PartsT]):
                 f"the data end after step {self.steps_done} of {max(self.last_step, self.steps_done + 1)}: raise "
                 "trainer.epochs, or leave it out so that prompts repeat until trainer.total_steps"
             )
+
+    def _sound_step(self, number: int, timer: PhaseTimer) -> Made:
+        try:
+            return self.make_step(number, timer)
+        except NotFinite:
+            self.is_sound = False
+            raise
 
     def _start(self) -> None:
         if not self.is_whole:

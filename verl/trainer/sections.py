@@ -67,15 +67,16 @@ class OnPolicyRun(Run):
         return variant({"name": "native", **value} if isinstance(value, Mapping) else value, ROLLOUT_ENGINES, "rollout")
 
     def roles(self) -> list[str]:
-        """The roles that run a model."""
+        """The roles that run a model of their own."""
         needs = ALGORITHMS.load(self.algorithm.name)(self.algorithm).needs
-        return ["actor", *(role for role in ("critic", "reference") if role in needs)]
+        own = ("critic",) if self.model.lora is not None else ("critic", "reference")
+        return ["actor", *(role for role in own if role in needs)]
 
     def idle_keys(self) -> dict[str, str]:
         """As in Run."""
         found, roles = super().idle_keys(), self.roles()
         for role in {"critic", "reference"} - set(roles):
-            found[role] = f"algorithm {self.algorithm.name!r} as configured uses no {role}"
+            found.setdefault(role, f"algorithm {self.algorithm.name!r} as configured uses no {role}")
         if "reference" in roles:
             found["reference.gradient_checkpointing"] = "the reference makes no backward pass"
         if self.data.val is not None and self.validation.temperature == 0:

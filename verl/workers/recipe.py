@@ -15,11 +15,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from verl.algorithms import ALGORITHMS
 from verl.algorithms.base import Algorithm, AlgorithmConfig
+from verl.common.errors import ConfigError
 from verl.engines.base import Engine, TrainingEngine
 from verl.engines.config import EngineConfig, TrainedConfig
 from verl.engines.mesh import Mesh
 from verl.models.causal_lm import CausalLM
 from verl.models.loading import ModelConfig, compute_dtype, eos_token_ids, load_model
+from verl.models.lora import add_adapter, has_adapter
 from verl.models.networks import PolicyNetwork, ScoreNetwork, ValueNetwork
 from verl.rollout import ROLLOUT_ENGINES
 from verl.rollout.base import RolloutEngine
@@ -35,6 +37,7 @@ class Recipe:
     """Sections of a run, validated, and its tokenizer. Small, and travels to every worker.
 
     rollout  None for a run that samples nothing
+    base     where the model that an adapter is added to can be found again
     """
 
     model: ModelConfig
@@ -45,6 +48,7 @@ class Recipe:
     seed: int
     rollout: RolloutConfig | None = None
     critic: TrainedConfig = field(default_factory=TrainedConfig)
+    base: str = ""
 
     @property
     def temperature(self) -> float:
@@ -53,7 +57,16 @@ class Recipe:
 
     def load(self, device: torch.device) -> PreTrainedModel:
         """The policy's starting point. One made from scratch draws from torch's generator: seed it before."""
-        return load_model(self.model, self.tokenizer, device, compute_dtype(self.model.amp_dtype, device))
+        module = load_model(self.model, self.tokenizer, device, compute_dtype(self.model.amp_dtype, device))
+        return self.adapted(module)
+
+    def adapted(self, module: PreTrainedModel) -> PreTrainedModel:
+        """``module`` with an adapter in it, where the model section asks for one; else it must have none."""
+        if self.model.lora is not None:
+            add_adapter(module, self.model.lora, base=self.base, seed=self.seed)
+        elif has_adapter(module):
+            raise ConfigError("the model has an adapter in it: merge it, and set model.lora to train another one")
+        return module
 
     def make_algorithm(self, dtype: torch.dtype) -> Algorithm[Any]:
         """The algorithm, for models that compute in ``dtype``."""
