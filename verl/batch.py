@@ -71,6 +71,17 @@ FIELDS: dict[str, Field] = {
     "returns": Field("response", torch.float32, "algorithms", "losses", "regression target of the critic"),
     "row_id": Field("row", torch.int64, "data", "trainer", "index of the row in its data set"),
     "group_id": Field("row", torch.int64, "data", "algorithms", "responses of one prompt share it"),
+    "pair_id": Field(
+        "row", torch.int64, "data", "engines, losses", "a loss compares the rows that share it, so they stay together"
+    ),
+    "is_chosen": Field("row", torch.bool, "data", "losses", "True on a pair's better answer, or on a desirable one"),
+    "kl_estimate": Field(
+        "row",
+        torch.float32,
+        "reference",
+        "losses",
+        "KL of the policy from the reference, one number a step",
+    ),
     "policy_version": Field("row", torch.int64, "rollout", "trainer", "weight version that sampled the row"),
     "finish_reason": Field("row", torch.int64, "rollout", "algorithms", "a FinishReason"),
 }

@@ -16,20 +16,24 @@ from omegaconf import __version__ as omegaconf_version
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from verl.algorithms import ALGORITHMS
 from verl.common.errors import ConfigError, UnknownName
-from verl.trainer.sections import GIVEN, OnPolicyRun
+from verl.trainer.base_sections import GIVEN, Run
+from verl.trainer.families import run_class
+from verl.trainer.sections import OnPolicyRun
 
 
-def load_config(source: str | Path, overrides: Sequence[str] = ()) -> OnPolicyRun:
+def load_config(source: str | Path, overrides: Sequence[str] = ()) -> Run:
     """The run that ``source`` (a YAML file or a recipe's name) and ``key.path=value`` words describe.
 
     Raises ConfigError with every problem found: unknown, misplaced, missing or repeated keys, wrong types,
     sizes that can't be together.
     """
     sections = read_sections(source, overrides)
-    missing = [f"missing: {line}" for path, line in _MUST_SAY.items() if not _says(sections, path)]
+    kind = _kind(sections)
+    missing = [f"missing: {line}" for path, line in kind.must_say.items() if not _says(sections, path)]
     try:
-        run = OnPolicyRun.parse(sections)
+        run = kind.parse(sections)
     except ConfigError as error:
         raise ConfigError("\n".join([*missing, str(error)])) from None
     if missing:
@@ -43,15 +47,15 @@ def load_config(source: str | Path, overrides: Sequence[str] = ()) -> OnPolicyRu
     return run
 
 
-_MUST_SAY = {
-    "model": "model.path (or model.scratch), the model to start from",
-    "data.train": "data.train, the prompts to train on",
-    "reward.name|reward.function": "reward.name or reward.function, what scores a response",
-    "algorithm": "algorithm.name, such as grpo or ppo",
-}
-"""Keys without a default, alternatives between bars -> what to say when they aren't there."""
 _BY_NAME = ("algorithm", "rollout")
 """Sections that may be one word: their ``name``."""
+
+
+def _kind(sections: Mapping[str, Any]) -> type[Run]:
+    """The kind of run that ``algorithm.name`` asks for; on-policy where it isn't there or isn't known."""
+    algorithm = sections.get("algorithm")
+    name = algorithm.get("name") if isinstance(algorithm, Mapping) else algorithm
+    return run_class(name) if isinstance(name, str) and name in ALGORITHMS else OnPolicyRun
 
 
 def _says(sections: Mapping[str, Any], paths: str) -> bool:

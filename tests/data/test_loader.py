@@ -3,7 +3,7 @@ import pytest
 from tests.tiny import word_tokenizer
 from verl.common.errors import ConfigError
 from verl.data.config import DataConfig
-from verl.data.loader import PromptLoader, batches
+from verl.data.loader import Loader, batches
 from verl.data.prompts import load_prompts
 
 
@@ -17,7 +17,7 @@ def ids(rows):
 
 
 def make(count, size, **keys):
-    return PromptLoader(dataset(count), size, seed=keys.pop("seed", 1), **keys)
+    return Loader(dataset(count), size, seed=keys.pop("seed", 1), **keys)
 
 
 def all_ids(loader, start=0, stop=None):
@@ -92,14 +92,14 @@ def test_endless_epochs_fill_every_batch():
     [
         (1, {"epochs": 0}, "epochs must be"),
         (1, {"epochs": float("inf")}, "epochs must be"),
-        (1, {"size": 0}, "prompts_per_step must be at least 1, got 0"),
+        (1, {"size": 0}, "rows_per_batch=0"),
         (0, {}, "at least one row"),
     ],
 )
 def test_sizes_that_make_no_batch(count, keys, said):
     rows = dataset(1)[:count]
     with pytest.raises(ConfigError, match=said):
-        PromptLoader(rows, keys.pop("size", 2), seed=0, **keys)
+        Loader(rows, keys.pop("size", 2), seed=0, **keys)
 
 
 @pytest.mark.parametrize(("count", "size", "sizes"), [(10, 4, [4, 4, 2]), (3, 256, [3]), (4, 4, [4]), (5, 1, [1] * 5)])

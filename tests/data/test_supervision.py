@@ -9,7 +9,7 @@ from tests.tiny import word_tokenizer
 from verl.common.errors import ConfigError, DataError
 from verl.data.chat import encode_prompt
 from verl.data.config import DataConfig
-from verl.data.supervision import AnswerCut, Supervised, load_supervised, supervise
+from verl.data.supervision import AnswerCut, Supervised, supervise
 
 CONFIG = DataConfig()
 HI = {"role": "user", "content": "hi"}
@@ -181,31 +181,3 @@ def test_an_empty_plain_answer_is_refused():
 def test_turns_need_a_template():
     with pytest.raises(ConfigError, match="has no chat template"):
         supervise(word_tokenizer(chat_template=False), TURNS, CONFIG)
-
-
-def test_rows_to_examples_and_a_report():
-    rows = [{"q": "hi", "a": "w20"}, {"q": "w6 w7 w8", "a": "w21"}]
-    config = DataConfig(prompt_key="q")
-    examples, report = load_supervised(rows, config, word_tokenizer(), answer_key="a", max_tokens=6)
-    assert [learned(example) for example in examples] == [[20, 2]]
-    assert report.summary().startswith("read 2 rows, kept 1; 1 dropped (answer cut away): rows[1] (")
-    talks = [{"prompt": TURNS}]
-    examples, report = load_supervised(talks, CONFIG, word_tokenizer(), answer_key=None, max_tokens=99)
-    assert learned(examples[0]) == [20, 21, 2, 22, 2] and report.dropped == {}
-
-
-@pytest.mark.parametrize(
-    ("rows", "said"),
-    [
-        (
-            [{"prompt": "hi", "a": "w20"}, {"prompt": "hi", "a": 3}],
-            r"1 of 2 rows(.|\n)*rows\[1\].*must be text, got int",
-        ),
-        ([{"prompt": "hi"}], r"'a' \(answer_key\) isn't in the row"),
-        ([{"prompt": " ".join(["w6"] * 20), "a": "w20"}], "no row is left"),
-        ([], "data set is empty"),
-    ],
-)
-def test_rows_that_teach_nothing(rows, said):
-    with pytest.raises(DataError, match=said):
-        load_supervised(rows, CONFIG, word_tokenizer(), answer_key="a", max_tokens=8)

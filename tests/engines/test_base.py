@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -142,6 +143,30 @@ def test_non_finite_gradient_is_skipped_and_counted() -> None:
     assert not engine.has_unsynced_update
     good = engine.update(sampled_batch([3, 2], [2, 2]), grpo_loss(), lr=1e-3).result()
     assert good["actor/skipped_updates/sum"] == 0 and not torch.equal(weights(engine), before)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_is_skipped_though_its_gradient_is(bad: float) -> None:
+    engine = training_engine()
+    before = weights(engine)
+
+    def loss(outputs, columns) -> Loss:
+        return Loss(outputs["log_probs"].sum() + bad, torch.ones(()), {})
+
+    metrics = engine.update(sampled_batch([3, 2], [2, 2]), loss, lr=1.0).result()
+    assert math.isfinite(metrics["actor/grad_norm"]) and metrics["actor/grad_norm"] > 0
+    assert metrics["actor/skipped_updates/sum"] == 1 and torch.equal(weights(engine), before)
+
+
+def test_updates_skipped_in_a_row_are_counted_until_one_is_applied() -> None:
+    engine, batch = training_engine(), sampled_batch([3, 2], [2, 2])
+
+    def bad(outputs, columns) -> Loss:
+        return Loss(outputs["log_probs"].sum() * float("nan"), torch.ones(()), {})
+
+    losses = [bad, bad, bad, grpo_loss(), bad]
+    counts = [engine.update(batch, loss, lr=0.0).result()["actor/skipped_in_a_row/max"] for loss in losses]
+    assert counts == [1, 2, 3, 0, 1]
 
 
 def test_gradient_clipping_scales_to_the_limit() -> None:

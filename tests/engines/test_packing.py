@@ -3,7 +3,17 @@ from __future__ import annotations
 import torch
 
 from tests.batches import sampled_batch
-from verl.engines.packing import EVEN_COST_TOKENS, balanced_shards, cut_by_tokens, cut_into, pack, workload
+from verl.engines.packing import (
+    EVEN_COST_TOKENS,
+    balanced_shards,
+    cut_by_tokens,
+    cut_into,
+    kept_together,
+    pack,
+    rows_of,
+    unit_lengths,
+    workload,
+)
 
 
 def test_cut_keeps_every_row_once_within_the_budget() -> None:
@@ -31,6 +41,7 @@ def test_pack_lays_prompt_and_response_end_to_end() -> None:
     assert rows.position_ids.tolist() == [0, 1, 2, 0, 1, 2]
     assert rows.predict_at.tolist() == [1, 3, 4]
     assert rows.targets.tolist() == [13, 22, 23]
+    assert pack(batch, torch.device("cpu"), 0).predict_at.tolist() == [2, 4, 5]
 
 
 def test_no_rows_pack_into_a_token_that_predicts_nothing() -> None:
@@ -72,3 +83,15 @@ def test_shards_have_equally_many_rows_and_like_work() -> None:
     assert sorted(map(len, shards)) == [3, 4]
     assert balanced_shards([9, 8, 7, 6], 2) == [[0, 3], [1, 2]]
     assert balanced_shards([4], 2) == [[0], []]
+
+
+def test_rows_of_a_pair_stay_together_wherever_rows_are_cut() -> None:
+    batch = sampled_batch([1, 1, 1, 1, 1], [6, 2, 1, 3, 4])
+    assert kept_together(batch) == [[0], [1], [2], [3], [4]]
+    batch.put("pair_id", torch.tensor([7, 3, 7, 3, 9]))
+    units = kept_together(batch)
+    assert units == [[0, 2], [1, 3], [4]]
+    assert unit_lengths(batch, units) == [7 + 2, 3 + 4, 5]
+    assert rows_of(units, cut_by_tokens(unit_lengths(batch, units), 8)) == [[0, 2], [1, 3], [4]]
+    assert rows_of(units, [[0, 2], [1]]) == [[0, 2, 4], [1, 3]]
+    assert kept_together(batch.select([])) == [] and unit_lengths(batch.select([]), []) == []

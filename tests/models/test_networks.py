@@ -1,14 +1,19 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from tests.batches import sampled_batch
 from tests.tiny import tiny_model
+from verl.common.errors import UnsupportedModel
+from verl.engines.checkpoint_parts import save_model
 from verl.engines.packing import pack
 from verl.models.causal_lm import CausalLM
-from verl.models.networks import PolicyNetwork, ValueNetwork
+from verl.models.networks import PolicyNetwork, ScoreNetwork, ValueNetwork
 from verl.models.token_log_probs import log_probs_and_entropy
+from verl.trainer.reward_model import RewardModel
 
 CPU = torch.device("cpu")
 
@@ -55,3 +60,26 @@ def test_a_value_network_starts_at_zero_and_has_no_language_head() -> None:
     assert network(rows)["values"].tolist() == [0.0] * 9
     names = [name for name, _ in network.module.named_parameters()]
     assert "value_head.weight" in names and not any("lm_head" in name for name in names)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "qwen3_moe"])
+def test_a_score_network_is_the_classifier_that_transformers_saves_and_loads(family: str, tmp_path: Path) -> None:
+    """The number at each response token is the classifier's own on the row up to it, whatever stands beside the row."""
+    network = ScoreNetwork(CausalLM(tiny_model(family)))
+    rows = pack(sampled_batch([2, 3, 1], [4, 1, 2]), CPU, network.offset)
+    assert network(rows)["scores"].tolist() == [0.0] * 7
+    assert rows.predict_at.tolist() == [2, 3, 4, 5, 9, 11, 12]
+    with torch.no_grad():
+        network.module.score.weight.copy_(torch.linspace(-1, 1, 32))
+    found = network(rows)["scores"].tolist()
+    save_model(tmp_path, network.module)
+    model = RewardModel(tmp_path, device="cpu")
+    ids = rows.input_ids.tolist()
+    own = [(0, 3), (0, 4), (0, 5), (0, 6), (6, 10), (10, 12), (10, 13)]
+    assert found == pytest.approx(model.score([ids[start:stop] for start, stop in own]), abs=1e-4)
+    assert not any("lm_head" in name for name, _ in network.module.named_parameters())
+
+
+def test_a_model_without_a_classifier_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModel, match="granite"):
+        ScoreNetwork(CausalLM(tiny_model("granite")))

@@ -20,6 +20,7 @@ def test_defaults() -> None:
     [
         ({"name": "gsm8"}, "did you mean 'gsm8k'"),
         ({"name": "gsm8k", "function": "a.b:c"}, "keep one"),
+        ({"model": "folder", "function": "math:floor"}, "'function' \\('math:floor'\\) and 'model' \\('folder'\\)"),
         ({"function": "nowhere.py:f"}, "no file"),
         ({"function": "nowhere"}, "file.py:function"),
         ({"name": "gsm8k", "timeout_s": 0}, "timeout_s"),

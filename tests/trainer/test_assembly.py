@@ -11,9 +11,10 @@ from tests.trainer.runs import sections
 from verl.common.errors import ConfigError, VerlError
 from verl.trainer import inputs
 from verl.trainer.assembly import Parts, assemble
+from verl.trainer.base_sections import GIVEN
 from verl.trainer.inputs import Given, pick_device, reward_keys, sections_of
 from verl.trainer.ppo_trainer import PPOTrainer
-from verl.trainer.sections import GIVEN, OnPolicyRun
+from verl.trainer.sections import OnPolicyRun
 
 
 def parts_of(folder: Path, **changes: Any) -> Parts:

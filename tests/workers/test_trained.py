@@ -35,11 +35,14 @@ def critic(**config: Any) -> Critic:
     return Critic(engine, trained, kind(kind.Config(name="ppo")), seed=4)
 
 
-def parts_of(role: Actor, step: int = 1) -> list[list[int]]:
+def parts_of(role: Actor, step: int = 1, pairs: list[int] | None = None) -> list[list[int]]:
     """Rows of each mini-batch of an update."""
     seen: list[list[int]] = []
+    batch = sampled_batch(PROMPTS, RESPONSES)
+    if pairs is not None:
+        batch.put("pair_id", torch.tensor(pairs))
     role.engine.update = lambda part, *_, **__: seen.append(part["row_id"].tolist()) or MetricSums()  # type: ignore
-    role.update(sampled_batch(PROMPTS, RESPONSES), step=step, total_steps=3)
+    role.update(batch, step=step, total_steps=3)
     return seen
 
 
@@ -52,6 +55,13 @@ def test_every_epoch_visits_each_row_once(epochs: int, parts: int, sizes: list[i
     per_epoch = len(sizes) // epochs
     for start in range(0, len(seen), per_epoch):
         assert sorted(row for part in seen[start : start + per_epoch] for row in part) == [0, 1, 2, 3, 4]
+
+
+def test_mini_batches_never_part_a_pair() -> None:
+    for parts in (2, 9):
+        seen = parts_of(actor(mini_batches_per_epoch=parts, epochs_per_step=4), pairs=[5, 6, 5, 6, 7])
+        assert len(seen) == 4 * min(parts, 3)
+        assert all((0 in rows) == (2 in rows) and (1 in rows) == (3 in rows) for rows in seen)
 
 
 def test_mini_batches_follow_from_seed_step_and_epoch() -> None:

@@ -21,6 +21,11 @@ ALGORITHMS = Registry(
         "cispo": "verl.algorithms.cispo:CISPO",
         "dapo": "verl.algorithms.dapo:DAPO",
         "remax": "verl.algorithms.remax:ReMax",
+        "dpo": "verl.algorithms.dpo:DPO",
+        "kto": "verl.algorithms.kto:KTO",
+        "online_dpo": "verl.algorithms.online_dpo:OnlineDPO",
+        "sft": "verl.algorithms.sft:SFT",
+        "bradley_terry": "verl.algorithms.bradley_terry:BradleyTerry",
     },
 )
 

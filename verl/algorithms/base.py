@@ -63,12 +63,11 @@ ConfigT = TypeVar("ConfigT", bound=AlgorithmConfig)
 
 
 class Algorithm(ABC, Generic[ConfigT]):
-    """One way from scores to losses. Holds its config and no tensors."""
+    """One way to a loss. Holds its config and no tensors."""
 
     Config: ClassVar[type[AlgorithmConfig]]
-    family: ClassVar[str] = "on_policy"
-    min_group_size: ClassVar[int] = 1
-    """Responses a prompt below which the algorithm can't learn."""
+    family: ClassVar[str]
+    """Which kind of run it is for: on_policy, preference or supervised."""
 
     def __init__(self, config: ConfigT) -> None:
         self.config = config
@@ -78,7 +77,8 @@ class Algorithm(ABC, Generic[ConfigT]):
     @property
     @abstractmethod
     def needs(self) -> frozenset[str]:
-        """Of {"critic", "reference", "old_log_probs", "greedy_scores"}: what must be there before ``advantages``."""
+        """Of {"critic", "reference", "old_log_probs", "greedy_scores", "starting_policy", "kl_estimate"}: what must be
+        there before the losses."""
 
     @property
     @abstractmethod
@@ -89,6 +89,47 @@ class Algorithm(ABC, Generic[ConfigT]):
     def needs_entropy_gradient(self) -> bool:
         """Whether ``actor_loss`` must be given an entropy that carries a gradient."""
         return False
+
+    def actor_loss(self, log_probs: Tensor, entropy: Tensor | None, columns: Mapping[str, Tensor]) -> Loss:
+        """The policy's loss on one micro-batch.
+
+        log_probs  [B, R] float  of the response tokens under the actor now, with gradient
+        entropy    [B, R] float  of the distribution of each token, or None where nobody computed it
+        columns    [B, R] padded columns of the batch, and its [B] ones
+        Raises MissingField and ShapeError.
+        """
+        raise self._trains_no("actor")
+
+    def critic_loss(self, values: Tensor, columns: Mapping[str, Tensor]) -> Loss:
+        """The critic's loss on one micro-batch; values [B, R] float with gradient."""
+        raise self._trains_no("critic")
+
+    def score_loss(self, scores: Tensor, columns: Mapping[str, Tensor]) -> Loss:
+        """The reward model's loss on one micro-batch; scores [B, R] float of each row up to each token, with
+        gradient."""
+        raise self._trains_no("reward model")
+
+    def derived(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Further metrics of a step that follow from those of the losses."""
+        return {}
+
+    def _trains_no(self, role: str) -> ConfigError:
+        return ConfigError(f"algorithm {self.config.name!r} has no {role} to train; it trains {', '.join(self.trains)}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run must know besides the config."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what ``state_dict`` gave."""
+
+
+class OnPolicyAlgorithm(Algorithm[ConfigT]):
+    """One way from scores to losses. Without ``old_log_probs`` in a batch the actor now is the old one."""
+
+    family: ClassVar[str] = "on_policy"
+    min_group_size: ClassVar[int] = 1
+    """Responses a prompt below which the algorithm can't learn."""
 
     @property
     def max_generations(self) -> int:
@@ -110,27 +151,6 @@ class Algorithm(ABC, Generic[ConfigT]):
         Rows without a valid score leave the losses: their ``response_mask`` is written as False.
         Raises MissingField when a pass that the algorithm ``needs`` hasn't been made.
         """
-
-    @abstractmethod
-    def actor_loss(self, log_probs: Tensor, entropy: Tensor | None, columns: Mapping[str, Tensor]) -> Loss:
-        """The policy's loss on one micro-batch.
-
-        log_probs  [B, R] float  of the response tokens under the actor now, with gradient
-        entropy    [B, R] float  of the distribution of each token, or None where nobody computed it
-        columns    [B, R] padded columns of the batch; without ``old_log_probs`` the actor now is the old one
-        Raises MissingField and ShapeError.
-        """
-
-    def critic_loss(self, values: Tensor, columns: Mapping[str, Tensor]) -> Loss:
-        """The critic's loss on one micro-batch; values [B, R] float with gradient."""
-        raise ConfigError(f"algorithm {self.config.name!r} has no critic to train; it trains {', '.join(self.trains)}")
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a resumed run must know besides the config."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what ``state_dict`` gave."""
 
 
 def changed(section: Section, key: str) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from verl.algorithms.aggregate import Aggregation, aggregate, checked_norm, for_metric
-from verl.algorithms.base import Algorithm, AlgorithmConfig, Loss, Metrics, changed, clean, take
+from verl.algorithms.base import AlgorithmConfig, Loss, Metrics, OnPolicyAlgorithm, changed, clean, take
 from verl.algorithms.correction import CorrectionConfig, correction_weights, rollout_diff
 from verl.algorithms.kl import KLEstimator, kl_estimate
 from verl.algorithms.masked import masked_max, masked_min, masked_sum
@@ -78,7 +78,7 @@ class RatioPolicyConfig(AlgorithmConfig):
 RatioT = TypeVar("RatioT", bound=RatioPolicyConfig)
 
 
-class RatioPolicy(Algorithm[RatioT]):
+class RatioPolicy(OnPolicyAlgorithm[RatioT]):
     """An algorithm whose actor weighs advantages by the ratio of the policy now to the old one.
 
     Unless a variant says otherwise it trains the actor alone and has its KL, if any, in the loss.

@@ -12,6 +12,7 @@
       CheckpointError               a checkpoint that is incomplete or doesn't fit the run
       RewardError                   rewards failed so widely that training would be wasted
       StaleWeights                  a rollout would run on other weights than it says
+      NotFinite                     weights, losses or gradients that are no numbers any more
       RunIncomplete                 a run that made fewer steps than it was asked for
       WorkerError                   a worker died: carries role, rank and its traceback
 
@@ -81,6 +82,10 @@ class RewardError(VerlError):
 
 class StaleWeights(VerlError):
     """A rollout would run on other weights than its version says."""
+
+
+class NotFinite(VerlError):
+    """Weights, losses or gradients that are no finite numbers, so that going on would learn nothing."""
 
 
 class RunIncomplete(VerlError):

@@ -1,4 +1,4 @@
-"""The order in which prompts are visited, as a pure function of (seed, epoch).
+"""The order in which rows are visited, as a pure function of (seed, epoch).
 
 In: a data set and the sizes of a step. Out: the rows of batch k, for any k at any time. There is no iterator whose
 state could be saved wrongly: a resumed run asks for the batch after those it has drawn. Knows nothing of steps or
@@ -11,28 +11,30 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from typing import Generic, TypeVar
 
 from verl.common.errors import ConfigError
 from verl.common.seeding import derive_seed
-from verl.data.prompts import PromptRow
+
+RowT = TypeVar("RowT")
 
 
-class PromptLoader:
-    """Batches of training prompts: batch k holds positions [k*B, (k+1)*B) of the epochs strung together.
+class Loader(Generic[RowT]):
+    """Batches of training rows: batch k holds positions [k*B, (k+1)*B) of the epochs strung together.
 
-    dataset           n rows
-    prompts_per_step  B, rows of a batch; may be more than n, and then a batch holds rows more than once
-    seed              of the run
-    shuffle           False visits the rows in their own order in every epoch
-    epochs            passes over the data; a fraction is rounded to whole rows (up); None never ends
+    dataset         n rows
+    rows_per_batch  B, rows of a batch; may be more than n, and then a batch holds rows more than once
+    seed            of the run
+    shuffle         False visits the rows in their own order in every epoch
+    epochs          passes over the data; a fraction is rounded to whole rows (up); None never ends
     Each epoch visits each row exactly once. Only the last batch of finite epochs may be shorter than B.
     Raises ConfigError for sizes that make no batch.
     """
 
     def __init__(
         self,
-        dataset: Sequence[PromptRow],
-        prompts_per_step: int,
+        dataset: Sequence[RowT],
+        rows_per_batch: int,
         *,
         seed: int,
         shuffle: bool = True,
@@ -40,12 +42,12 @@ class PromptLoader:
     ) -> None:
         if not len(dataset):
             raise ConfigError("a loader needs at least one row, got an empty data set (data.train)")
-        if prompts_per_step < 1:
-            raise ConfigError(f"prompts_per_step must be at least 1, got {prompts_per_step}")
+        if rows_per_batch < 1:
+            raise ConfigError(f"a batch holds at least 1 row, got rows_per_batch={rows_per_batch}")
         if epochs is not None and not 0 < epochs < math.inf:
             raise ConfigError(f"epochs must be a number above 0, or null for no end, got {epochs}")
         self._dataset = dataset
-        self._prompts_per_step = prompts_per_step
+        self._rows_per_batch = rows_per_batch
         self._seed = seed
         self._shuffle = shuffle
         self._num_rows = None if epochs is None else math.ceil(round(epochs * len(dataset), 6))
@@ -54,26 +56,26 @@ class PromptLoader:
     @property
     def num_batches(self) -> int | None:
         """Batches in all epochs, the last partial one counted; None when there is no end."""
-        return None if self._num_rows is None else math.ceil(self._num_rows / self._prompts_per_step)
+        return None if self._num_rows is None else math.ceil(self._num_rows / self._rows_per_batch)
 
     def ends_at(self, index: int) -> bool:
         """Whether there is no batch ``index``, from 0."""
         return self.num_batches is not None and index >= self.num_batches
 
-    def batch(self, index: int) -> list[PromptRow]:
+    def batch(self, index: int) -> list[RowT]:
         """The rows of batch ``index``, from 0; the same for the same index, whatever was asked before.
 
         A run that has drawn k batches goes on with ``batch(k)``. Raises IndexError past ``num_batches``.
         """
         if index < 0 or self.ends_at(index):
             raise IndexError(f"batch {index} of {self.num_batches}: the epochs end before it")
-        start = index * self._prompts_per_step
-        stop = start + self._prompts_per_step
+        start = index * self._rows_per_batch
+        stop = start + self._rows_per_batch
         if self._num_rows is not None:
             stop = min(stop, self._num_rows)
         return [self._row(position) for position in range(start, stop)]
 
-    def _row(self, position: int) -> PromptRow:
+    def _row(self, position: int) -> RowT:
         epoch, offset = divmod(position, len(self._dataset))
         return self._dataset[self._order(epoch)[offset]]
 
@@ -84,7 +86,7 @@ class PromptLoader:
         return order
 
 
-def batches(dataset: Sequence[PromptRow], size: int) -> Iterator[list[PromptRow]]:
+def batches(dataset: Sequence[RowT], size: int) -> Iterator[list[RowT]]:
     """Every row exactly once, in order, in lists of ``size``; the last may be shorter. For validation.
 
     Raises ConfigError when ``size`` is less than 1.

@@ -75,9 +75,9 @@ class LoadReport:
         """One line: the counts, and the first three rows of each kind by name."""
         parts = [f"read {self.rows_read} rows, kept {self.rows_kept}"]
         for reason, incidents in self.dropped.items():
-            parts.append(f"{len(incidents)} dropped ({reason}): {_name_some(incidents)}")
+            parts.append(f"{len(incidents)} dropped ({reason}): {name_some(incidents)}")
         if self.truncated:
-            parts.append(f"{len(self.truncated)} cut: {_name_some(self.truncated)}")
+            parts.append(f"{len(self.truncated)} cut: {name_some(self.truncated)}")
         return "; ".join(parts)
 
 
@@ -185,7 +185,7 @@ def _encode_rows(
     if not kept:
         raise DataError(
             f"{key}: all {len(rows)} rows have prompts longer than data.max_prompt_tokens = {limit}. "
-            f"Raise it, or set data.overlong_prompts to left or right. First rows: {_name_some(overlong)}"
+            f"Raise it, or set data.overlong_prompts to left or right. First rows: {name_some(overlong)}"
         )
     is_dropping = config.overlong_prompts == "drop"
     dropped = {"overlong": tuple(overlong)} if overlong and is_dropping else {}
@@ -233,6 +233,7 @@ def _listed(columns: dict[str, Any]) -> str:
     return ", ".join(map(repr, columns)) or "no columns"
 
 
-def _name_some(incidents: Sequence[Incident]) -> str:
+def name_some(incidents: Sequence[Incident]) -> str:
+    """The first three by name, and how many more."""
     named = ", ".join(f"{incident.where} ({incident.detail})" for incident in incidents[:3])
     return named + (f" and {len(incidents) - 3} more" if len(incidents) > 3 else "")

@@ -26,8 +26,6 @@ from verl.data.chat import (
     uses_chat,
 )
 from verl.data.config import DataConfig
-from verl.data.prompts import Incident, LoadReport, require_column
-from verl.data.sources import SourceRow, raise_problems, read_all
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -79,51 +77,6 @@ def supervise(
     if max_tokens is not None and not any(mask[:max_tokens]):
         raise AnswerCut(f"the answer begins at token {mask.index(True)}, beyond the limit of {max_tokens}")
     return Supervised(tuple(ids[:max_tokens]), tuple(mask[:max_tokens]))
-
-
-def load_supervised(
-    source: Any,
-    config: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    answer_key: str | None,
-    max_tokens: int,
-    key: str = "data.train",
-    max_rows: int | None = None,
-) -> tuple[list[Supervised], LoadReport]:
-    """``supervise`` every row of ``source`` (see ``read_rows``), and report the rows left out.
-
-    answer_key  column with the answer; None when ``data.prompt_key`` holds whole conversations
-    Rows whose answer lies beyond ``max_tokens`` are dropped and named ("answer cut away"). Raises DataError for rows
-    that can't be used, all at once, and when none is left.
-    """
-    examples: list[Supervised] = []
-    cut: list[Incident] = []
-    problems: list[str] = []
-    rows = read_all(source, config, key, max_rows)
-    for row_id, row in enumerate(rows):
-        try:
-            examples.append(_supervise_row(row, config, tokenizer, answer_key, max_tokens))
-        except AnswerCut as error:
-            cut.append(Incident(row_id, row.where, str(error)))
-        except DataError as error:
-            problems.append(f"{row.where} (row {row_id}): {error}")
-    if problems:
-        raise_problems(key, problems, len(rows), "Mend or remove these rows:")
-    report = LoadReport(len(rows), len(examples), {"answer cut away": tuple(cut)} if cut else {}, ())
-    if not examples:
-        raise DataError(f"{key}: no row is left to learn from: {report.summary()}")
-    return examples, report
-
-
-def _supervise_row(
-    row: SourceRow, config: DataConfig, tokenizer: PreTrainedTokenizerBase, answer_key: str | None, max_tokens: int
-) -> Supervised:
-    prompt = require_column(row, config.prompt_key, "data.prompt_key")
-    answer = None if answer_key is None else require_column(row, answer_key, "answer_key")
-    if answer is not None and not isinstance(answer, str):
-        raise DataError(f"the answer in column {answer_key!r} must be text, got {type(answer).__name__}")
-    return supervise(tokenizer, prompt, config, answer=answer, max_tokens=max_tokens)
 
 
 def _with_answer(prompt: str | Sequence[Message], answer: str | None, config: DataConfig) -> list[Message]:

@@ -21,15 +21,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from verl.algorithms.base import Loss
 from verl.batch import FIELDS, Batch, pad_rows
 from verl.common.errors import CheckpointError, ConfigError
-from verl.engines.checkpoint_parts import buffers_of, load_optimizer, load_weights, optimizer_state
+from verl.engines.checkpoint_parts import buffers_of, load_optimizer, load_weights, optimizer_state, save_base
 from verl.engines.config import EngineConfig, TrainedConfig
 from verl.engines.fsdp import full_tensor, holders, local_part, sliced_like
 from verl.engines.mesh import Mesh
 from verl.engines.offload import MomentsOnCPU
-from verl.engines.packing import cut_by_tokens, cut_into, pack, row_lengths
+from verl.engines.packing import cut_by_tokens, cut_into, kept_together, pack, rows_of, unit_lengths
 from verl.engines.parallel import parallelize
-from verl.engines.snapshot import MODEL, OPTIMIZER, Snapshot, writers_group
-from verl.models.networks import Network
+from verl.engines.snapshot import MODEL, OPTIMIZER, Snapshot, kept_on_first_rank, writers_group
+from verl.models.lora import has_adapter
+from verl.models.networks import Network, PackedRows
 from verl.observe.metrics import MetricSums, merged_over_ranks
 
 LossFunction = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Loss]
@@ -56,6 +57,7 @@ class Engine:
         self.config, self.device, self.label = config, device, label
         self.mesh = mesh or Mesh.single()
         self.dtype = next(network.module.parameters()).dtype
+        self._offset = network.offset
         self.network, weights, self.passes = parallelize(
             network, config, self.mesh, device, label, is_trained=self.is_trained
         )
@@ -68,7 +70,7 @@ class Engine:
         pieces: list[Tensor] = [torch.empty(0)] * len(batch)
         cut = self._cut(batch)
         parts = [batch.select(index) for index in cut]
-        found = self.passes.infer([pack(part, self.device) for part in parts], output)
+        found = self.passes.infer([self._pack(part) for part in parts], output)
         for index, part, values in zip(cut, parts, found, strict=True):
             lengths = part.lengths("response_ids").tolist() if index else []
             for row, piece in zip(index, values.cpu().split(lengths), strict=True):
@@ -80,28 +82,41 @@ class Engine:
 
         Every rank must go through all of them. They may be the parameters themselves: copy what is to be kept.
         """
-        own = ((name, full_tensor(p, self.device, self.dtype)) for name, p in self.network.module.named_parameters())
+        yield from self._full(dict(self.network.module.named_parameters()))
+
+    def _full(self, parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        own = ((name, full_tensor(p, self.device, self.dtype)) for name, p in parameters.items())
         yield from self.passes.full_tensors(own)
+
+    def _saved(self) -> dict[str, Tensor]:
+        """The parameters that a checkpoint holds: with an adapter those that learn, else all."""
+        is_part = has_adapter(self.network.module)
+        return {name: p for name, p in self.network.module.named_parameters() if p.requires_grad or not is_part}
 
     @torch.no_grad()
     def set_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy whole ``weights`` by the module's own names into what this rank holds of them, in place.
+        """Copy whole ``weights`` by the module's own names into what this rank holds of them, in place; of a module
+        with an adapter those that learn.
 
         Raises CheckpointError for one that is missing or has another shape.
         """
-        for name, parameter in self.network.module.named_parameters():
+        for name, parameter in self._saved().items():
             if name not in weights or weights[name].shape != parameter.shape:
                 raise CheckpointError(f"there is no tensor of shape {list(parameter.shape)} for {name!r}")
             local_part(parameter).copy_(sliced_like(weights[name], parameter))
 
+    def _pack(self, part: Batch) -> PackedRows:
+        return pack(part, self.device, self._offset)
+
     def _cut(self, batch: Batch) -> list[list[int]]:
-        """Rows of each micro-batch: as many on every data-parallel rank as the one with the most needs."""
-        lengths = row_lengths(batch).tolist() if len(batch) else []
+        """Rows of each micro-batch: as many of them on every data-parallel rank as the one with the most needs."""
+        units = kept_together(batch)
+        lengths = unit_lengths(batch, units)
         bins = cut_by_tokens(lengths, self.config.max_tokens_per_micro_batch * self.mesh.sp_size)
         count = torch.tensor(len(bins), device=self.device)
         if self.mesh.dp_size > 1:
             dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.mesh.dp_group)
-        return cut_into(bins, lengths, int(count))
+        return rows_of(units, cut_into(bins, lengths, int(count)))
 
 
 class TrainingEngine(Engine):
@@ -126,6 +141,7 @@ class TrainingEngine(Engine):
         self._moments = MomentsOnCPU(self.optimizer) if config.offload_optimizer else nullcontext()
         self._writers: dist.ProcessGroup | None = None  # of checkpoints, made when the first is
         self.has_unsynced_update = False
+        self.skipped_in_a_row = 0
         if config.gradient_checkpointing:
             _enable_gradient_checkpointing(network, label)
 
@@ -134,9 +150,9 @@ class TrainingEngine(Engine):
 
         lr       learning rate of this step
         entropy  whether the loss needs the entropy's gradient
-        Returns the loss's metrics and `<label>/grad_norm`, `<label>/skipped_updates`, `<label>/lr`, on every rank those
-        of all ranks. An update whose gradient isn't finite is skipped and counted; one without a token to learn from
-        changes nothing.
+        Returns the loss's metrics and `<label>/grad_norm`, `<label>/lr`, `<label>/skipped_updates/sum`,
+        `<label>/skipped_in_a_row/max`, on every rank those of all ranks. An update whose loss or gradient isn't finite
+        is skipped and counted; one without a token to learn from changes nothing.
         """
         self._prepare_module()
         tally = _Tally(self.device)
@@ -145,36 +161,39 @@ class TrainingEngine(Engine):
         def loss_of(index: int, outputs: Mapping[str, Tensor]) -> Tensor:
             if not len(parts[index]):
                 return _anchor(outputs)
-            columns = _columns(parts[index], self.device)
+            columns = columns_on(parts[index], self.device)
             loss = loss_function(_padded(outputs, parts[index]), columns)
             tally.add(loss, columns["response_mask"])
             # without a gradient of its own it takes a zero one: other ranks wait for this one's backward pass
             return loss.sum if loss.sum.requires_grad else _anchor(outputs)
 
         self.passes.learn(
-            [pack(part, self.device) for part in parts],
+            [self._pack(part) for part in parts],
             entropy,
             loss_of,
             lambda index: self.masters.expect_backward(is_last=index == len(parts) - 1),
         )
-        metrics, count, tokens = self._of_all_ranks(tally)
+        metrics, total, count, tokens = self._of_all_ranks(tally)
         # a count of 0 is no sign of no tokens: a plain sum has none
-        grad_norm, is_applied = self._step(float(Loss.divisor(count)), lr) if tokens else (0.0, True)
+        grad_norm, is_applied = self._step(total, float(Loss.divisor(count)), lr) if tokens else (0.0, True)
         self.optimizer.zero_grad()
+        self.skipped_in_a_row = 0 if is_applied else self.skipped_in_a_row + 1
         metrics.add_mean(f"{self.label}/grad_norm", grad_norm, 1)
         metrics.add_mean(f"{self.label}/lr", lr, 1)
         metrics.add_sum(f"{self.label}/skipped_updates/sum", float(not is_applied))
+        metrics.add_max(f"{self.label}/skipped_in_a_row/max", float(self.skipped_in_a_row))
         return metrics
 
     def snapshot(self, tokenizer: PreTrainedTokenizerBase | None = None, *, copied: bool = True) -> Snapshot:
         """Weights, moments and masters as they are now, for a checkpoint; every rank must call this.
 
         copied  to CPU memory, so that training may go on before they are written; else they must be written first
-        A network with a head of its own gives one file of weights, any other a folder that plain transformers loads.
+        A network with a head of its own gives one file of weights, one with an adapter a folder that peft loads, any
+        other one that plain transformers loads.
         """
         if self._writers is None:
             self._writers = writers_group()
-        weights = chain(buffers_of(self.network).items(), self.named_full_tensors())
+        weights = chain(buffers_of(self.network).items(), self._full(self._saved()))
         optimizer = optimizer_state(self.optimizer, self.masters.separate)
         return Snapshot.take(self.network, weights, optimizer, tokenizer, self._writers, copied=copied)
 
@@ -184,25 +203,30 @@ class TrainingEngine(Engine):
         self.masters.adopt()
         load_optimizer(folder / OPTIMIZER, self.optimizer, self.masters.separate)
 
+    def save_base(self, folder: Path) -> None:
+        """Write the frozen model below the adapter, whole, as a folder that plain transformers loads; every rank must
+        call it."""
+        save_base(folder, self.network, kept_on_first_rank(self.named_full_tensors(), copied=False))
+
     def checkpoint_bytes(self) -> int:
         """What this rank's share of a checkpoint's tensors takes: weights, two moments of each, separate masters.
 
         Where ranks hold the same slice, each has a part of its share: those of all ranks add up to the whole.
         """
-        weights = self._shared_bytes(self.network.module.parameters(), self.dtype)
+        weights = self._shared_bytes(self._saved().values(), self.dtype)
         separate = self._shared_bytes(self.masters.separate.values(), torch.float32)
         return weights + separate + 2 * self._shared_bytes(self.masters.masters.values(), torch.float32)
 
     def _shared_bytes(self, tensors: Iterable[Tensor], dtype: torch.dtype) -> int:
         return sum(local_part(t).numel() * dtype.itemsize // holders(t, self.mesh) for t in tensors)
 
-    def _of_all_ranks(self, tally: _Tally) -> tuple[MetricSums, Tensor, float]:
-        """Metrics, count and number of tokens over all data-parallel ranks."""
+    def _of_all_ranks(self, tally: _Tally) -> tuple[MetricSums, float, Tensor, float]:
+        """Metrics, loss, count and number of tokens over all data-parallel ranks."""
         if self.mesh.dp_size > 1:
             dist.all_reduce(tally.sums, group=self.mesh.dp_group)
             tally.metrics = merged_over_ranks(tally.metrics, self.mesh.dp_group)
-        metrics, (count, tokens) = self.passes.from_last((tally.metrics, tally.sums))
-        return metrics, count, float(tokens)
+        metrics, (total, count, tokens) = self.passes.from_last((tally.metrics, tally.sums))
+        return metrics, float(total), count, float(tokens)
 
     def _prepare_module(self) -> None:
         """Evaluation mode, as the sampler's: what a model does in training mode only makes it another policy.
@@ -214,12 +238,12 @@ class TrainingEngine(Engine):
             for part in self.network.module.modules():
                 part.training = bool(getattr(part, "gradient_checkpointing", False))
 
-    def _step(self, divisor: float, lr: float) -> tuple[float, bool]:
+    def _step(self, loss: float, divisor: float, lr: float) -> tuple[float, bool]:
         """Divide the gradient, clip, apply. Returns the norm before clipping and whether the update was applied."""
         gradients = self.masters.gradients()
         torch._foreach_div_(gradients, divisor)
         grad_norm = float(self.masters.grad_norm())
-        is_finite = math.isfinite(grad_norm)
+        is_finite = math.isfinite(grad_norm) and math.isfinite(loss)
         if is_finite:
             limit = self.optim_config.max_grad_norm
             if limit is not None and grad_norm > limit:
@@ -234,14 +258,15 @@ class TrainingEngine(Engine):
 
 
 class _Tally:
-    """What the losses of an update's micro-batches add up to: metrics, and [2] the count and the response tokens."""
+    """What the losses of an update's micro-batches add up to: metrics, and [3] loss, count and response tokens."""
 
     def __init__(self, device: torch.device) -> None:
         self.metrics = MetricSums()
-        self.sums = torch.zeros(2, device=device)
+        self.sums = torch.zeros(3, device=device)
 
     def add(self, loss: Loss, response_mask: Tensor) -> None:
-        self.sums = self.sums + torch.stack([loss.count.to(self.sums), response_mask.sum().to(self.sums)])
+        pieces = (loss.sum.detach(), loss.count, response_mask.sum())
+        self.sums = self.sums + torch.stack([piece.to(self.sums) for piece in pieces])
         self.metrics.update(loss.metrics)
 
 
@@ -250,7 +275,7 @@ def _anchor(outputs: Mapping[str, Tensor]) -> Tensor:
     return torch.stack([values.sum() for values in outputs.values() if values.requires_grad]).sum() * 0.0
 
 
-def _columns(part: Batch, device: torch.device) -> dict[str, Tensor]:
+def columns_on(part: Batch, device: torch.device) -> dict[str, Tensor]:
     """Every response-shaped number of the batch as [B, R], and every [B] one, on ``device``."""
     columns = {}
     for name in part.names:

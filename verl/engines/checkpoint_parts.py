@@ -26,6 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from verl.common.errors import CheckpointError
 from verl.common.files import write_json
 from verl.models.attention import ATTENTION
+from verl.models.lora import has_adapter, load_adapter, save_adapter, without_adapter_names
 from verl.models.networks import Network
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ def save_model(
     dtype: torch.dtype | None = None,
     weights: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write a folder that ``AutoModelForCausalLM.from_pretrained`` and ``AutoTokenizer.from_pretrained`` load.
+    """Write a folder that transformers' ``from_pretrained`` of the module's kind, and of its tokenizer, loads.
 
     dtype    type of the floating-point weights in the files; by default the module's own
     weights  in place of the module's own parameters and buffers, where those are slices or in use
@@ -54,7 +55,7 @@ def save_model(
         state = converted(state, dtype)
     with _without_generation_config(module):
         module.save_pretrained(folder, state_dict=state)
-    if module.generation_config is not None:
+    if module.can_generate() and module.generation_config is not None:
         module.generation_config.to_json_file(folder / "generation_config.json", use_diff=True)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if weights is not None and dtype is None:  # the module's own may be float32 slices of what is computed in another
@@ -65,33 +66,54 @@ def save_model(
 
 
 def buffers_of(network: Network) -> dict[str, Tensor]:
-    """What a model folder of ``network`` holds besides parameters. Gathers nothing, but ends a sharded forward pass."""
-    if not isinstance(network.module, PreTrainedModel):
+    """What a checkpoint's folder of ``network`` holds besides parameters: with an adapter or a head of its own nothing.
+
+    Gathers nothing, but ends a sharded forward pass.
+    """
+    if not isinstance(network.module, PreTrainedModel) or has_adapter(network.module):
         return {}
-    saved = network.module.state_dict().keys()
-    return {name: buffer for name, buffer in network.module.named_buffers() if name in saved}
+    return _saved_buffers(network.module)
+
+
+def _saved_buffers(module: PreTrainedModel) -> dict[str, Tensor]:
+    saved = module.state_dict().keys()
+    return {name: buffer for name, buffer in module.named_buffers() if name in saved}
 
 
 def save_weights(
     folder: Path, network: Network, weights: Mapping[str, Tensor], tokenizer: PreTrainedTokenizerBase | None
 ) -> None:
-    """The first rank writes ``weights``, whole, of ``network``: a model folder, or a file where it has another head.
+    """The first rank writes ``weights``, whole, of ``network``: a model folder, an adapter's where it has one, or a
+    file where it has a head that transformers doesn't know.
 
     Of the network's own tensors none is read: they may be in use.
     """
     if not is_first_rank():
         return
-    if isinstance(network.module, PreTrainedModel):
+    if isinstance(network.module, PreTrainedModel) and has_adapter(network.module):
+        save_adapter(folder, network.lm.module, weights)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+    elif isinstance(network.module, PreTrainedModel):
         save_model(folder, network.module, tokenizer, weights=weights)
     else:
         folder.mkdir(parents=True, exist_ok=True)
         save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / _WEIGHTS)
 
 
+def save_base(folder: Path, network: Network, weights: Mapping[str, Tensor]) -> None:
+    """The first rank writes the model that ``network``'s adapter was added to, from its whole ``weights``."""
+    if is_first_rank():
+        module = network.lm.module
+        save_model(folder, module, weights=without_adapter_names({**_saved_buffers(module), **weights}))
+
+
 def load_weights(folder: Path, network: Network) -> dict[str, Tensor]:
     """What ``save_weights`` wrote, by parameter name; tied ones under each of their names."""
     if not isinstance(network.module, PreTrainedModel):
         return load_file(folder / _WEIGHTS)
+    if has_adapter(network.module):
+        return load_adapter(folder)
     dtype = next(network.module.parameters()).dtype
     saved = type(network.module).from_pretrained(folder, dtype=dtype)
     return dict(saved.named_parameters(remove_duplicate=False))
@@ -255,6 +277,9 @@ def _without_generation_config(module: PreTrainedModel) -> Iterator[None]:
     """transformers refuses to save a model whose generation configuration it finds inconsistent."""
     from transformers import GenerationConfig
 
+    if not module.can_generate():  # it has none
+        yield
+        return
     kept = module.generation_config
     module.generation_config = None if kept is None else GenerationConfig()
     try:

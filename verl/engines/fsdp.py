@@ -37,6 +37,7 @@ class ShardedNetwork:
     def __init__(self, network: Network, mesh: Mesh, config: EngineConfig, *, is_trained: bool) -> None:
         self.module = network.module
         self.lm = network.lm
+        self.offset = network.offset
         self.dtype = next(self.module.parameters()).dtype
         self._network, self._root = network, _Whole(network.module)
         for unit in (*_layers(self.lm.backbone), self._root):

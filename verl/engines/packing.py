@@ -85,14 +85,39 @@ def _longest_first(lengths: Sequence[int]) -> list[int]:
     return sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
 
 
+def kept_together(batch: Batch) -> list[list[int]]:
+    """The rows that a loss compares, as one unit each: those of one ``pair_id``; without that column each row alone.
+
+    A unit is never cut: its rows are in one micro-batch and on one rank.
+    """
+    if "pair_id" not in batch:
+        return [[row] for row in range(len(batch))]
+    units: dict[int, list[int]] = {}
+    for row, pair in enumerate(batch["pair_id"].tolist()):
+        units.setdefault(pair, []).append(row)
+    return list(units.values())
+
+
+def unit_lengths(batch: Batch, units: Sequence[Sequence[int]]) -> list[int]:
+    """Tokens of each of ``units``."""
+    lengths = row_lengths(batch).tolist() if len(batch) else []
+    return [sum(lengths[row] for row in unit) for unit in units]
+
+
+def rows_of(units: Sequence[Sequence[int]], bins: Sequence[Sequence[int]]) -> list[list[int]]:
+    """``bins`` of units as bins of rows, in rising order."""
+    return [sorted(row for unit in bin_ for row in units[unit]) for bin_ in bins]
+
+
 def row_lengths(batch: Batch) -> Tensor:
     """[B] tokens of each row, prompt and response."""
     return batch.lengths("prompt_ids") + batch.lengths("response_ids")
 
 
-def pack(batch: Batch, device: torch.device) -> PackedRows:
+def pack(batch: Batch, device: torch.device, offset: int = -1) -> PackedRows:
     """Lay the rows end to end; no rows make one token that predicts nothing, so that every rank can run a pass.
 
+    offset  from a response token to the position that its number is read from (``Network.offset``)
     The token before a response token predicts it: every prompt has at least one token.
     """
     if not len(batch):
@@ -111,7 +136,7 @@ def pack(batch: Batch, device: torch.device) -> PackedRows:
         input_ids=ids.to(device, non_blocking=True),
         position_ids=position.to(device, non_blocking=True),
         attention=PackedAttention(total, device),
-        predict_at=(is_response.nonzero()[:, 0] - 1).to(device, non_blocking=True),
+        predict_at=(is_response.nonzero()[:, 0] + offset).to(device, non_blocking=True),
         targets=batch["response_ids"].to(device, non_blocking=True),
     )
 

@@ -18,6 +18,7 @@ from verl.engines.passes import OneStage
 from verl.engines.pipeline import Pipeline, Stage
 from verl.engines.sequence import SequenceParallelNetwork
 from verl.engines.tensor import apply_tensor_parallel
+from verl.models.lora import has_adapter
 from verl.models.networks import Network
 
 
@@ -37,6 +38,7 @@ def parallelize(
                 f"is one: set it to false{' (offload_optimizer works on one)' if is_trained else ''}"
             )
         return network, Masters(network.module) if is_trained else None, OneStage(network)
+    _check_adapter(network, mesh, label)
     dtype = next(network.module.parameters()).dtype
     apply_tensor_parallel(network.lm, mesh)
     stage = Stage(network, mesh.pp_rank, mesh.pp_size) if mesh.pp_size > 1 else None
@@ -44,3 +46,12 @@ def parallelize(
     shards = Shards(sharded, mesh, device, stage.copies if stage else None) if is_trained else None
     whole = SequenceParallelNetwork(sharded, mesh) if mesh.sp_size > 1 else sharded
     return whole, shards, Pipeline(whole, stage, mesh, device, dtype) if stage else OneStage(whole)
+
+
+def _check_adapter(network: Network, mesh: Mesh, label: str) -> None:
+    for key, size in (("tensor_parallel_size", mesh.tp_size), ("pipeline_parallel_size", mesh.pp_size)):
+        if size > 1 and has_adapter(network.module):
+            raise ConfigError(
+                f"{label}.parallel.{key}={size} can't be with an adapter (model.lora), whose layers aren't cut: set it "
+                "to 1, and let FSDP spread the weights over the ranks"
+            )

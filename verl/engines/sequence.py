@@ -34,7 +34,7 @@ class SequenceParallelNetwork:
 
     def __init__(self, network: Network, mesh: Mesh) -> None:
         self.network, self.mesh = network, mesh
-        self.module, self.lm = network.module, network.lm
+        self.module, self.lm, self.offset = network.module, network.lm, network.offset
 
     def __call__(self, rows: PackedRows, entropy: bool = False) -> dict[str, Tensor]:
         size, group = self.mesh.sp_size, self.mesh.sp_group

@@ -28,7 +28,7 @@ _LONGEST_WRITE = timedelta(days=1)
 class Snapshot:
     """What is written. Every rank has one of the same moment.
 
-    weights  whole, by name, buffers too; on the first rank only
+    weights  whole, by name, buffers too, of an adapter its own alone; on the first rank only
     group    of all ranks, for the writers; None where there is one
     """
 
@@ -52,7 +52,7 @@ class Snapshot:
 
         copied  whether tensors are copied to CPU memory, so that training may go on before they are written
         """
-        kept = _first_rank_keeps(weights, copied)
+        kept = kept_on_first_rank(weights, copied=copied)
         if copied:
             state = {name: tensor.to("cpu", copy=True) for name, tensor in optimizer.tensors.items()}
             optimizer = OptimizerState(copy.deepcopy(optimizer.described), state)
@@ -80,8 +80,11 @@ def writers_group() -> dist.ProcessGroup | None:
 
 
 @torch.no_grad()
-def _first_rank_keeps(weights: Iterator[tuple[str, Tensor]], copied: bool) -> dict[str, Tensor]:
-    """One at a time to the CPU where ranks put them together: a second whole model has no room on a device."""
+def kept_on_first_rank(weights: Iterator[tuple[str, Tensor]], *, copied: bool) -> dict[str, Tensor]:
+    """Whole ``weights`` on the first rank, nothing on the others; every rank must call this.
+
+    One at a time to the CPU where ranks put them together: a second whole model has no room on a device.
+    """
     to_cpu = copied or (dist.is_available() and dist.is_initialized())
     kept = {}
     for name, tensor in weights:  # every rank goes through all: together they make each

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,10 +21,12 @@ from typing_extensions import Self
 
 from verl.common.errors import ConfigError, DataError, VerlError
 from verl.common.section import Section
+from verl.models.lora import CONFIG as ADAPTER
+from verl.models.lora import LoraConfig, has_adapter, load_merged, root_of
 
 log = logging.getLogger(__name__)
 
-_SIGNS = ("config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_SIGNS = ("config.json", ADAPTER, "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _BELOW = ("*", "actor/model", "checkpoints/step_*/actor/model")
 
 
@@ -40,6 +43,8 @@ class ModelConfig(Section):
     """Compute type; masters and moments are float32. auto: bfloat16 on CUDA, else float32."""
     trust_remote_code: bool = False
     """Allow the model folder to run its own Python code."""
+    lora: LoraConfig | None = None
+    """Train an adapter of low rank beside the frozen model instead of the model."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -83,7 +88,8 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 def load_model(
     config: ModelConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device, dtype: torch.dtype
 ) -> PreTrainedModel:
-    """A causal language model on ``device`` in ``dtype``. Scratch models draw their weights from torch's generator.
+    """A causal language model on ``device`` in ``dtype``. Scratch models draw their weights from torch's generator; of
+    an adapter's folder the model that it was trained beside, with the adapter merged into its weights.
 
     Raises ConfigError for a wrong description, DataError for a folder that isn't there or doesn't load.
     """
@@ -95,7 +101,12 @@ def load_model(
                 model: Any = AutoModelForCausalLM.from_config(described, dtype=dtype, **remote)
         else:
             path = _place(config.path, "model.path")
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **remote)
+            load: Any = AutoModelForCausalLM.from_pretrained
+            model = load_merged(path, partial(load, dtype=dtype, **remote))
+            if has_adapter(model):
+                raise ConfigError(f"model.path={path!r} is an adapter on the hub: download it, and give the folder")
+    except VerlError:
+        raise
     except Exception as error:  # of many libraries' kinds; memory that runs out is no fault of the folder
         if isinstance(error, MemoryError | torch.OutOfMemoryError):
             raise
@@ -117,7 +128,7 @@ def load_model_config(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -
     try:
         if config.path is None:
             return _scratch_config(config.scratch or {}, tokenizer)
-        path = _place(config.path, "model.path")
+        path = root_of(_place(config.path, "model.path"))
         found: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
         return found
     except VerlError:
@@ -199,4 +210,5 @@ def _place(source: str, key: str) -> str:
 
 def _models_below(folder: Path) -> list[Path]:
     """Model folders where a run or a checkpoint has them, or just below; newest last."""
-    return [path.parent for depth in _BELOW for path in sorted(folder.glob(f"{depth}/config.json"))]
+    names = ("config.json", ADAPTER)
+    return [path.parent for depth in _BELOW for name in names for path in sorted(folder.glob(f"{depth}/{name}"))]

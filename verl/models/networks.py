@@ -1,18 +1,22 @@
 """What a training engine runs: packed rows in, one number for each response token out.
 
-``PolicyNetwork`` gives log-probs and entropy, ``ValueNetwork`` values. Both are thin over ``CausalLM``.
+``PolicyNetwork`` gives log-probs and entropy, ``ValueNetwork`` values, ``ScoreNetwork`` a reward model's scores. All
+are thin over ``CausalLM``.
 
 Shape letters: N packed tokens, M response tokens of all rows.
 """
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
+from verl.common.errors import UnsupportedModel
 from verl.models.attention import Attention
 from verl.models.causal_lm import CausalLM
 from verl.models.token_log_probs import log_probs_and_entropy
@@ -25,7 +29,8 @@ class PackedRows:
     input_ids     [N] int64
     position_ids  [N] int64, from 0 in each row
     attention     the object every layer calls
-    predict_at    [M] int64: the packed position whose hidden state predicts each response token
+    predict_at    [M] int64: the packed position whose hidden state each response token's number is read from: the one
+                  before it, which predicts it, or its own (see ``Network.offset``)
     targets       [M] int64: the response tokens
     """
 
@@ -38,6 +43,11 @@ class PackedRows:
 
 class Network(Protocol):
     """A module and how to run it on packed rows."""
+
+    @property
+    def offset(self) -> int:
+        """From a response token to the position that its number is read from: -1 is the one before it, 0 its own."""
+        ...
 
     @property
     def lm(self) -> CausalLM:
@@ -64,6 +74,8 @@ class PolicyNetwork:
     temperature  divides the logits, as in rollout
     """
 
+    offset = -1
+
     def __init__(self, lm: CausalLM, temperature: float = 1.0) -> None:
         self.lm, self.temperature = lm, temperature
         self.module: nn.Module = lm.module
@@ -79,6 +91,8 @@ class PolicyNetwork:
 
 class ValueNetwork:
     """A backbone with a scalar head: the expected return before each response token is sampled."""
+
+    offset = -1
 
     def __init__(self, module: PreTrainedModel) -> None:
         self.lm = CausalLM(module)
@@ -102,3 +116,49 @@ class ValueModule(nn.Module):
         self.value_head = nn.Linear(hidden_size, 1, dtype=like.dtype, device=like.device)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
+
+
+class ScoreNetwork:
+    """A reward model: at each response token the score of the row up to and with it; the last one is the row's.
+
+    ``module`` is transformers' own sequence classifier of one label over the backbone, so that a checkpoint is a folder
+    that ``AutoModelForSequenceClassification`` loads. Its head starts at zero, so scores do.
+    Raises UnsupportedModel for a model that transformers has no such classifier of.
+    """
+
+    offset = 0
+
+    def __init__(self, lm: CausalLM) -> None:
+        self.lm = lm
+        self.module: Any = _classifier(lm)
+
+    def __call__(self, rows: PackedRows, entropy: bool = False) -> dict[str, Tensor]:
+        hidden = self.hidden(rows)[rows.predict_at]
+        return {"scores": self.module.score(hidden)[:, 0].float()}
+
+    def hidden(self, rows: PackedRows) -> Tensor:
+        return self.lm.hidden(rows.input_ids, rows.position_ids, rows.attention)
+
+
+def _classifier(lm: CausalLM) -> PreTrainedModel:
+    """transformers' classifier of one label on the very backbone of ``lm``."""
+    config = copy.deepcopy(lm.module.config)
+    config.num_labels = 1
+    try:
+        with torch.device("meta"):
+            made = AutoModelForSequenceClassification.from_config(config)
+    except ValueError as error:  # no such class
+        raise UnsupportedModel(
+            f"{lm.name!r} has no sequence classifier in transformers to be a reward model"
+        ) from error
+    parts = {name: part for name, part in made.named_children() if name != made.base_model_prefix}
+    if [*parts] != ["score"] or not isinstance(parts["score"], nn.Linear):
+        raise UnsupportedModel(
+            f"{type(made).__name__} scores with {', '.join(parts) or 'nothing'}, not with one linear layer named score"
+        )
+    like = next(lm.backbone.parameters())
+    made.score = nn.Linear(parts["score"].in_features, 1, bias=False, dtype=like.dtype, device=like.device)
+    nn.init.zeros_(made.score.weight)
+    setattr(made, made.base_model_prefix, lm.backbone)
+    classifier: PreTrainedModel = made.eval()
+    return classifier

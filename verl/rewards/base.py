@@ -72,6 +72,15 @@ class ScoresItems(Protocol):
         ...
 
 
+@runtime_checkable
+class LoadsFirst(Protocol):
+    """A reward that has something large to load before it scores."""
+
+    def load(self) -> None:
+        """Load it, unless that is done."""
+        ...
+
+
 def failed(failure: Failure, detail: str) -> RewardResult:
     """A result without a score."""
     return RewardResult(score=None, failure=failure, detail=detail)

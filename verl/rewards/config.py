@@ -11,14 +11,20 @@ from verl.common.section import Section
 from verl.rewards import REWARDS
 from verl.rewards.calling import find
 
+SOURCES = ("name", "function", "model")
+"""Keys that say what scores; a run has one of them."""
+
 
 class RewardConfig(Section):
-    """One of ``name`` and ``function``, unless a callable or a reward model is passed in Python."""
+    """One of ``name``, ``function`` and ``model``, unless a callable or a reward model is passed in Python."""
 
     name: str | None = None
     """A reward that ships: characters, exact, gsm8k, math, number, reasoning_gym."""
     function: str | None = None
     """Your own: ``path/to/file.py:function`` or ``package.module:function``."""
+    model: str | None = Field(default=None, min_length=1)
+    """A reward model: folder or hub name of a sequence classifier of one label, such as a run with the algorithm
+    bradley_terry makes. It scores in the training process."""
     kwargs: dict[str, Any] = {}
     """Further arguments of the function."""
     timeout_s: float = Field(default=30.0, gt=0)
@@ -46,8 +52,7 @@ class RewardConfig(Section):
 
     @model_validator(mode="after")
     def _one_reward(self) -> RewardConfig:
-        if self.name is not None and self.function is not None:
-            raise ConfigError(
-                f"keys 'name' ({self.name!r}) and 'function' ({self.function!r}) both choose a reward: keep one"
-            )
+        chosen = [f"{key!r} ({value!r})" for key in SOURCES if (value := getattr(self, key)) is not None]
+        if len(chosen) > 1:
+            raise ConfigError(f"keys {' and '.join(chosen)} each choose a reward: keep one")
         return self

@@ -19,7 +19,7 @@ import cloudpickle
 
 from verl.common.errors import ConfigError, RewardError, UnknownName
 from verl.rewards import REWARDS
-from verl.rewards.base import RewardItem, RewardResult, ScoresItems, as_result, failed
+from verl.rewards.base import LoadsFirst, RewardItem, RewardResult, ScoresItems, as_result, failed
 from verl.rewards.calling import FileFunction, ModuleFunction, bind, describe, find
 from verl.rewards.config import RewardConfig
 from verl.rewards.pool import WorkerPool
@@ -65,15 +65,21 @@ class RewardRunner:
         self._pool: WorkerPool | None = None
         self._score_here: Callable[[Sequence[RewardItem]], list[RewardResult]]
         reward = _only_one(reward, self.config)
+        self._model = reward if isinstance(reward, ScoresItems) else None
         if isinstance(reward, ScoresItems):
             self._score_here = lambda items: _score_with_model(reward, items)
         else:
             self._prepare(_source(reward))
 
     def start(self) -> None:
-        """Start the workers now rather than at the first item. Raises ConfigError when the function can't be loaded."""
+        """Start the workers, or load a model that isn't yet, now rather than at the first item.
+
+        Raises ConfigError when the function can't be loaded.
+        """
         if self._pool is not None:
             self._pool.start()
+        if isinstance(self._model, LoadsFirst):
+            self._model.load()
 
     def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         """One result an item, in order.
@@ -180,7 +186,7 @@ def _only_one(reward: Any, config: RewardConfig) -> Any:
     given = [x for x in (reward, config.name, config.function) if x is not None]
     if len(given) != 1:
         raise ConfigError(
-            "a run has one reward: set one of the keys 'name' and 'function', or pass a callable; "
+            "a run has one reward: set one of the keys 'name', 'function' and 'model', or pass a callable; "
             f"got {given if given else 'none'}"
         )
     return given[0]

@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 from verl.common import files
 from verl.common.errors import CheckpointError, ConfigError, did_you_mean
 from verl.trainer.checkpoint import FOLDER, STATE, CheckpointStore, open_checkpoint
 
+ADAPTER = "adapter_config.json"
 _INDEX = "model.safetensors.index.json"
 _DTYPES = {
     "float32": "float32",
@@ -26,7 +28,8 @@ _DTYPES = {
 
 
 def export_checkpoint(source: Path, target: Path, dtype: str | None = None, role: str = "actor") -> Path:
-    """Write the model of ``role`` in ``source`` to the new folder ``target``, and return that.
+    """Write the model of ``role`` in ``source`` to the new folder ``target``, and return that; an adapter is merged
+    into the model below it.
 
     source  a run folder (its newest complete checkpoint), a checkpoint's folder (every byte is verified) or a model's
     dtype   "float32", "bfloat16", "float16" (or fp32, bf16, fp16): type of the weights; None keeps them
@@ -38,6 +41,8 @@ def export_checkpoint(source: Path, target: Path, dtype: str | None = None, role
         raise ConfigError(f"dtype is one of {known}, got {dtype!r}{did_you_mean(dtype, _DTYPES)}")
     model = find_model(source, role)
     _check_target(model, target)
+    if (model / ADAPTER).is_file():
+        return _export_merged(model, target, dtype)
     names = [path.relative_to(model) for path in sorted(model.rglob("*")) if path.is_file() and not _is_hidden(path)]
     try:
         with files.folder_written_aside(target) as aside:
@@ -58,6 +63,32 @@ def export_checkpoint(source: Path, target: Path, dtype: str | None = None, role
     return target
 
 
+def _export_merged(adapter: Path, target: Path, dtype: str | None) -> Path:
+    """As ``export_checkpoint``; the merged model is in memory as a whole, in float32."""
+    from functools import partial
+
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    from verl.engines.checkpoint_parts import save_model
+    from verl.models.lora import is_classifier, load_adapter, load_merged
+
+    kind: Any = AutoModelForCausalLM.from_pretrained
+    if is_classifier(adapter):
+        kind = partial(AutoModelForSequenceClassification.from_pretrained, num_labels=1)
+    trained_in = next(iter(load_adapter(adapter).values())).dtype
+    try:
+        merged = load_merged(str(adapter), partial(kind, dtype=torch.float32))
+        with files.folder_written_aside(target) as aside:
+            save_model(aside, merged, dtype=trained_in if dtype is None else getattr(torch, _DTYPES[dtype]))
+            for path in adapter.iterdir():
+                if path.is_file() and not _is_hidden(path) and not path.name.startswith("adapter_"):
+                    shutil.copyfile(path, aside / path.name)
+    except OSError as error:
+        raise CheckpointError(f"the adapter in {adapter} can't be merged and written to {target}: {error}") from error
+    return target
+
+
 def find_model(source: Path, role: str = "actor") -> Path:
     """The model folder of ``role`` in a run folder, a checkpoint's folder or a folder that is a model already."""
     if not source.is_dir():
@@ -70,7 +101,7 @@ def find_model(source: Path, role: str = "actor") -> Path:
         if checkpoint is None:
             raise CheckpointError(f"{run / FOLDER} holds no complete checkpoint yet")
         return checkpoint.part(f"{role}/model")
-    if (source / "config.json").exists():
+    if (source / "config.json").exists() or (source / ADAPTER).exists():
         return source
     raise CheckpointError(f"{source} is no run folder ({FOLDER}/), no checkpoint ({STATE}) and no model (config.json)")
 

@@ -17,9 +17,11 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from verl.common.errors import ConfigError, VerlError
 from verl.data.prompts import PromptDataset, load_prompts, shared_prompts
-from verl.models.loading import load_model_config, load_tokenizer, position_limits
+from verl.models.loading import ModelConfig, load_model_config, load_tokenizer, position_limits
 from verl.rewards.runner import RewardRunner
-from verl.trainer.sections import GIVEN, OnPolicyRun
+from verl.trainer.base_sections import GIVEN
+from verl.trainer.reward_folder import NamedRewardModel
+from verl.trainer.sections import OnPolicyRun
 
 log = logging.getLogger(__name__)
 
@@ -38,16 +40,31 @@ class Given:
 def sections_of(
     *, model: Any, data: Any, reward: Any, tokenizer: Any, val: Any, algorithm: Any, **sections: Any
 ) -> tuple[OnPolicyRun, Given]:
-    """The validated sections and whatever was given as an object. Raises ConfigError."""
+    """The validated sections of an on-policy run and whatever was given as an object. Raises ConfigError."""
+    keys, given = given_sections(model, tokenizer, data, val)
+    reward_section = dict(reward) if isinstance(reward, Mapping) else reward_keys(reward)
+    if not isinstance(reward_section.get("function", ""), str):
+        given.reward = reward_section.pop("function")
+    return OnPolicyRun.parse({**keys, "reward": reward_section, "algorithm": algorithm, **sections}), given
+
+
+def given_sections(model: Any, tokenizer: Any, data: Any, val: Any) -> tuple[dict[str, Any], Given]:
+    """The model and data sections that every run has, and whatever was given as an object. Raises ConfigError."""
     given = Given()
+    keys = {"model": _model_keys(model, tokenizer, given), "data": _data_keys(data, val, given)}
+    return keys, given
+
+
+def _model_keys(model: Any, tokenizer: Any, given: Given) -> dict[str, Any]:
     model_keys = dict(model) if isinstance(model, Mapping) else {"path": str(model)}
-    if isinstance(model, PreTrainedModel):
-        given.model = model
-        model_keys = {"path": GIVEN}
+    module = model_keys["path"] if isinstance(model, Mapping) and "path" in model else model
+    if isinstance(module, PreTrainedModel):
+        given.model = module
+        model_keys = {**(model_keys if isinstance(model, Mapping) else {}), "path": GIVEN}
     elif not isinstance(model, str | PathLike | Mapping):
         raise ConfigError(
             "model must be a folder or hub name, a transformers module (PreTrainedModel) or the keys of the model "
-            f"section, got {type(model).__name__}"
+            f"section, whose path may be any of them, got {type(model).__name__}"
         )
     if isinstance(tokenizer, str | PathLike):
         model_keys["tokenizer"] = str(tokenizer)
@@ -56,6 +73,10 @@ def sections_of(
         model_keys["tokenizer"] = GIVEN
     elif given.model is not None:
         raise ConfigError("a model given as an object needs tokenizer=: the tokenizer or a folder that holds it")
+    return model_keys
+
+
+def _data_keys(data: Any, val: Any, given: Given) -> dict[str, Any]:
     data_keys = dict(data) if isinstance(data, Mapping) else {"train": data}
     if val is not None:
         data_keys["val"] = val
@@ -63,11 +84,7 @@ def sections_of(
         if data_keys.get(key) is not None and not _is_named(data_keys[key]):
             setattr(given, key, data_keys[key])
             data_keys[key] = GIVEN
-    reward_section = dict(reward) if isinstance(reward, Mapping) else reward_keys(reward)
-    if not isinstance(reward_section.get("function", ""), str):
-        given.reward = reward_section.pop("function")
-    keys = {"model": model_keys, "data": data_keys, "reward": reward_section, "algorithm": algorithm, **sections}
-    return OnPolicyRun.parse(keys), given
+    return data_keys
 
 
 @dataclass(frozen=True)
@@ -86,18 +103,21 @@ def load_inputs(config: OnPolicyRun, given: Given) -> Inputs:
     Raises ConfigError, DataError, MissingExtra.
     """
     config.track.check_installed()
-    rewards = reward_runner(config, given)
     tokenizer = given.tokenizer or load_tokenizer(config.model)
+    rewards = reward_runner(config, given, tokenizer)
     train, val = load_data(config, given, tokenizer)
     hf_config = given.model.config if given.model is not None else load_model_config(config.model, tokenizer)
     check_lengths(hf_config, config, train, val)
     return Inputs(rewards, tokenizer, train, val)
 
 
-def reward_runner(config: OnPolicyRun, given: Given) -> RewardRunner:
+def reward_runner(config: OnPolicyRun, given: Given, tokenizer: PreTrainedTokenizerBase) -> RewardRunner:
     """The runner of the run's one reward. Raises ConfigError when there is none or it can't be loaded here."""
+    reward = config.reward if given.reward is None else given.reward
+    if config.reward.model is not None and given.reward is None:
+        reward = NamedRewardModel(config.reward.model, tokenizer, pick_device(config.trainer.device))
     try:
-        return RewardRunner(config.reward if given.reward is None else given.reward, config.reward)
+        return RewardRunner(reward, config.reward)
     except VerlError:
         raise
     except Exception as error:  # a user's module, loaded in this process
@@ -139,7 +159,11 @@ def check_lengths(
 ) -> None:
     """Raise ConfigError when the longest prompt and a whole response are more than the model has positions, or when a
     prompt has an id beyond its vocabulary."""
-    _check_vocabulary(hf_config, config, train, val)
+    for key, prompts in (("train", train), ("val", val)):
+        for row in prompts or ():
+            check_vocabulary(
+                hf_config, config.model, max(row.prompt_ids), f"row {row.row_id} of data.{key} ({row.source})"
+            )
     longest, key = max((len(row.prompt_ids), k) for k, rows in (("val", val), ("train", train)) for row in rows or ())
     total = longest + config.rollout.max_response_tokens
     for name, limit in position_limits(hf_config).items():
@@ -151,18 +175,14 @@ def check_lengths(
             )
 
 
-def _check_vocabulary(
-    hf_config: PretrainedConfig, config: OnPolicyRun, train: PromptDataset, val: PromptDataset | None
-) -> None:
+def check_vocabulary(hf_config: PretrainedConfig, model: ModelConfig, largest: int, where: str) -> None:
+    """Raise ConfigError when ``largest``, the largest token id of the row ``where``, is beyond the model's."""
     size = getattr(hf_config.get_text_config(), "vocab_size", None)
-    for key, rows in (("train", train), ("val", val)):
-        for row in rows or ():
-            if size is not None and (largest := max(row.prompt_ids)) >= size:
-                raise ConfigError(
-                    f"row {row.row_id} of data.{key} ({row.source}) has the token id {largest}, and the model knows "
-                    f"{size} tokens (vocab_size): {config.model.tokenizer or config.model.path!r} (model.tokenizer) "
-                    "holds another model's tokenizer"
-                )
+    if size is not None and largest >= size:
+        raise ConfigError(
+            f"{where} has the token id {largest}, and the model knows {size} tokens (vocab_size): "
+            f"{model.tokenizer or model.path!r} (model.tokenizer) holds another model's tokenizer"
+        )
 
 
 def pick_device(name: str) -> torch.device:

@@ -11,39 +11,26 @@ from pathlib import Path
 
 import torch
 
-from verl.algorithms import ALGORITHMS
 from verl.observe.curve import reward_curve_png
 from verl.observe.report import print_report
-from verl.trainer.inputs import Given, load_inputs
+from verl.trainer.base_sections import Run
+from verl.trainer.families import trainer_class
 from verl.trainer.placement import serve_rank_0
-from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.resume import prepare_folder
-from verl.trainer.sections import OnPolicyRun
+from verl.trainer.run_loop import RunResult
 
 SMALL_MODEL_PARAMETERS = 1_000_000
 
 log = logging.getLogger(__name__)
 
 
-def plan(config: OnPolicyRun) -> str:
+def plan(config: Run) -> str:
     """The effective config as YAML and, below it, what it comes to. Loads tokenizer and data, no model."""
-    inputs = load_inputs(config, Given())
-    inputs.rewards.close()
-    train, val, trainer = inputs.train, inputs.val, config.trainer
-    steps = trainer.total_steps or -(-len(train) * (trainer.epochs or 1) // trainer.prompts_per_step)
-    algorithm = ALGORITHMS.load(config.algorithm.name)(config.algorithm)
-    most = "at most " if trainer.total_steps is None and algorithm.max_generations > 1 else ""
-    lines = [
-        f"train: {train.report.summary()}",
-        f"steps: {most}{steps} of {trainer.prompts_per_step} prompts × {trainer.group_size} responses",
-        f"output: {trainer.output_dir}",
-    ]
-    if val is not None:
-        lines.insert(1, f"val: {val.report.summary()}")
+    lines = [*trainer_class(config).plan(config), f"output: {config.trainer.output_dir}"]
     return config.as_yaml() + "\n".join(f"# {line}" for line in lines)
 
 
-def train_run(config: OnPolicyRun) -> int:
+def train_run(config: Run) -> int:
     """Train and print the summary. Returns the exit code: 0, or 128 + signal after an interrupt.
 
     Ranks of torchrun other than 0 serve and leave by SystemExit(0).
@@ -52,10 +39,10 @@ def train_run(config: OnPolicyRun) -> int:
     folder = config.trainer.output_dir.absolute()  # wherever a reward may change the working folder to
     prepare_folder(config.trainer)
     with _log_file(folder):
-        trainer = PPOTrainer.from_config(config)
+        trainer = trainer_class(config).from_config(config)
         use_one_thread_where_more_would_wait(trainer.parts.device, trainer.parts.shape.active_parameters)
         try:
-            result = trainer.run()
+            result: RunResult = trainer.run()
         finally:
             trainer.close()
     if result.steps:

@@ -42,14 +42,38 @@ def throughput(
     """
     new = int(batch.lengths("response_ids").sum())
     tokens = int(row_lengths(batch).sum())
-    rows = row_lengths(batch if trained is None else trained).tolist()
     measured = {
         "perf/tokens": float(tokens),
         "perf/tokens_per_s": tokens / timings["timing/step_s"],
         "perf/rollout_tokens_per_s": new / timings["timing/generate_s"],
-        "perf/train_tokens_per_s": passes * sum(rows) / timings["timing/update_actor_s"],
+    }
+    rows = batch if trained is None else trained
+    return measured | training_speed(rows, timings["timing/update_actor_s"], shape, passes, device)
+
+
+def training_speed(
+    batch: Batch, seconds: float, shape: ModelShape, passes: int, device: torch.device
+) -> dict[str, float]:
+    """Tokens a second of an update on ``batch``, model FLOP utilisation where the device's peak is known.
+
+    seconds  that the update took
+    passes   times it trained on each token
+    """
+    rows = row_lengths(batch).tolist()
+    measured = {
+        "perf/train_tokens_per_s": passes * sum(rows) / seconds,
         "perf/peak_memory_bytes": float(peak_memory_bytes(device)),
     }
-    flops = passes * training_flops(shape, rows)
-    utilisation = mfu(flops, timings["timing/update_actor_s"], device)
+    utilisation = mfu(passes * training_flops(shape, rows), seconds, device)
     return measured if utilisation is None else measured | {"perf/actor_mfu": utilisation}
+
+
+def describe_answers(batch: Batch) -> dict[str, float]:
+    """Lengths of the prompts and answers that a step learned from, in tokens."""
+    response, prompt = batch.lengths("response_ids").float(), batch.lengths("prompt_ids").float()
+    return {
+        "data/response_len/mean": float(response.mean()),
+        "data/response_len/max": float(response.max()),
+        "data/prompt_len/mean": float(prompt.mean()),
+        "data/prompt_len/max": float(prompt.max()),
+    }

@@ -1,45 +1,34 @@
 """The on-policy loop: sample and score, infer, credit, learn, publish. PPO and GRPO differ only in what they declare.
 
-``PPOTrainer.step`` is the algorithm; everything else here starts it, resumes it or ends it. Logging, validation,
+``PPOTrainer.make_step`` is the algorithm; ``run_loop.py`` starts it, resumes it and ends it. Logging, validation,
 saving and profiling are callbacks outside the loop.
 """
 
 from __future__ import annotations
 
-import logging
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
-from verl.common.errors import ConfigError, RunIncomplete, StaleWeights
-from verl.observe.memory import reset_peak_memory
-from verl.observe.metrics import PhaseTimer
-from verl.observe.profiler import ProfileConfig, StepProfiler
+from verl.algorithms import ALGORITHMS
+from verl.batch import Batch
+from verl.observe.metrics import VALIDATION, PhaseTimer
 from verl.trainer.assembly import Parts, assemble
-from verl.trainer.callbacks import Callback, default_callbacks
-from verl.trainer.inputs import Given, sections_of
-from verl.trainer.interrupts import Interrupted, Interrupts
+from verl.trainer.callbacks import Callback, WriteRollouts, run_file, write_rows
+from verl.trainer.inputs import Given, load_inputs, sections_of
 from verl.trainer.measures import describe_responses, throughput
 from verl.trainer.placement import serve_rank_0
-from verl.trainer.resume import prepare_folder, restore
-from verl.trainer.run_claim import RunClaim
+from verl.trainer.run_loop import Made, RunLoop, RunResult
 from verl.trainer.sampling import Drawn, Sampled, sample
 from verl.trainer.sections import OnPolicyRun
+from verl.trainer.validation import evaluate, rollout_rows
+from verl.workers.rollout import Rollout
 
-log = logging.getLogger(__name__)
-
-
-@dataclass
-class RunResult:
-    """How a run ended: steps made in all, metrics of the last one, the signal's exit code if it was interrupted."""
-
-    steps: int
-    metrics: dict[str, float] = field(default_factory=dict)
-    exit_code: int = 0
+__all__ = ["PPOTrainer", "RunResult"]
 
 
-class PPOTrainer:
+class PPOTrainer(RunLoop[OnPolicyRun, Parts]):
     """Trains a causal language model with PPO, GRPO and their family.
 
     model      folder or hub name, a transformers module, or the keys of the ``model`` section
@@ -77,155 +66,84 @@ class PPOTrainer:
         self._set_up(config, given, callbacks)
 
     @classmethod
-    def from_config(cls, config: OnPolicyRun, callbacks: list[Callback] | None = None) -> PPOTrainer:
-        """The trainer of an already validated config; under torchrun as the constructor."""
-        serve_rank_0()
-        trainer = cls.__new__(cls)
-        trainer._set_up(config, Given(), callbacks)
-        return trainer
+    def plan(cls, config: OnPolicyRun) -> list[str]:
+        """As in RunLoop."""
+        inputs = load_inputs(config, Given())
+        inputs.rewards.close()
+        train, trainer = inputs.train, config.trainer
+        steps = trainer.total_steps or -(-len(train) * (trainer.epochs or 1) // trainer.prompts_per_step)
+        algorithm = ALGORITHMS.load(config.algorithm.name)(config.algorithm)
+        most = "at most " if trainer.total_steps is None and algorithm.max_generations > 1 else ""
+        lines = [f"train: {train.report.summary()}"]
+        if inputs.val is not None:
+            lines.append(f"val: {inputs.val.report.summary()}")
+        return [*lines, f"steps: {most}{steps} of {trainer.prompts_per_step} prompts × {trainer.group_size} responses"]
 
-    def _set_up(self, config: OnPolicyRun, given: Given, callbacks: list[Callback] | None) -> None:
-        config = _at_one_place(config)
-        prepare_folder(config.trainer)
-        self.claim = RunClaim(config.trainer.output_dir)
-        self.claim.take()
-        self.config = config
-        self.parts: Parts = assemble(config, given)
-        self.steps_done, self.drawn = 0, Drawn()
-        self.is_whole = True
-        self.metrics: dict[str, float] = {}
-        self.interrupts = Interrupts()
-        self.callbacks = default_callbacks(self) if callbacks is None else callbacks
-        self._asked = 0
-        self._is_started = False
-        self.profiler = StepProfiler(ProfileConfig(), config.trainer.output_dir, rank=0, total_steps=1)
-        restore(self)
+    def assemble(self, config: OnPolicyRun, given: Given) -> Parts:
+        """As in RunLoop."""
+        self.drawn = Drawn()
+        return assemble(config, given)
 
     @property
-    def last_step(self) -> int:
-        """Where ``run`` stops: after the steps that it was asked for, else after those of the config.
+    def batches_drawn(self) -> int:
+        """A step may draw several."""
+        return self.drawn.batches
 
-        Epochs make at most as many steps as batches of prompts; fewer where steps drew several.
-        """
-        if steps := self._asked or self.config.trainer.total_steps:
-            return steps
-        one_epoch = math.ceil(len(self.parts.train) / self.config.trainer.prompts_per_step)
-        batches = self.parts.loader.num_batches or one_epoch
-        return batches if self.drawn.batches < batches else min(batches, self.steps_done)
+    def make_step(self, number: int, timer: PhaseTimer) -> Made:
+        """As in RunLoop: one step of the algorithm."""
+        parts = self.parts
+        with self.interrupts.allowed():  # a signal ends at once what can be thrown away
+            self.check_data()
+            parts.weights.check()
+            sampled = sample(parts, self.config.trainer, self.drawn, step=number, timer=timer)
+            batch, metrics = sampled.batch, sampled.metrics
+            parts.rollout.engine.sleep()  # its cache makes room for what follows
+            for role in parts.passes:
+                with timer.phase(role.writes):
+                    role.infer(batch)
+        self.is_whole = False
+        with timer.phase("advantages"):
+            metrics |= parts.algorithm.advantages(batch)
+        for trained in parts.trained:
+            with timer.phase(f"update_{trained.name}"):
+                metrics |= trained.update(batch, step=number, total_steps=self.total_steps).result()
+        with timer.phase("sync"):
+            parts.weights.sync()
+        self.drawn = sampled.drawn
+        return Made(batch, metrics, partial(self._measure, sampled))
 
-    @property
-    def total_steps(self) -> int:
-        """Steps that the learning rate's schedule spans: the config's, or more where ``run`` was asked for more."""
-        return max(self._asked, self.config.trainer.total_steps or self.parts.loader.num_batches or 0) or self.last_step
+    def validate(self) -> dict[str, float]:
+        """Score ``data.val``, and keep the responses in ``validation/``."""
+        parts, config = self.parts, self.config
+        if parts.val is None:
+            return {}
+        sampling = config.rollout.sampling(temperature=config.validation.temperature)
+        rollout = Rollout(parts.rollout.engine, parts.tokenizer, sampling, config.validation.samples_per_prompt)
+        rows = config.trainer.prompts_per_step * config.trainer.group_size
+        found = evaluate(parts.val, rollout, parts.rewards, batch_rows=rows, seed=config.trainer.seed, passing=1.0)
+        write_rows(run_file(self, "validation"), found.rows)
+        return {f"{VALIDATION}{name}": value for name, value in found.metrics.items()}
 
-    def step(self) -> dict[str, float]:
-        """One step of the loop. Returns its metrics. Raises RunIncomplete when the data have ended."""
-        self._start()
-        parts, number, timer = self.parts, self.steps_done + 1, PhaseTimer()
-        reset_peak_memory(parts.device)
-        with self.interrupts.protected():  # a signal waits for the end of the step,
-            with self.profiler.step(number), timer.phase("step"):
-                with self.interrupts.allowed():  # but not for what can be thrown away
-                    self._check_data()
-                    parts.weights.check()
-                    sampled = sample(parts, self.config.trainer, self.drawn, step=number, timer=timer)
-                    batch, metrics = sampled.batch, sampled.metrics
-                    parts.rollout.engine.sleep()  # its cache makes room for what follows
-                    for role in parts.passes:
-                        with timer.phase(role.writes):
-                            role.infer(batch)
-                self.is_whole = False
-                with timer.phase("advantages"):
-                    metrics |= parts.algorithm.advantages(batch)
-                for trained in parts.trained:
-                    with timer.phase(f"update_{trained.name}"):
-                        metrics |= trained.update(batch, step=number, total_steps=self.total_steps).result()
-                with timer.phase("sync"):
-                    parts.weights.sync()
-                self.steps_done, self.drawn, self.is_whole = number, sampled.drawn, True
-            self.metrics = self._measured(sampled, metrics, timer.result())
-            for callback in self.callbacks:
-                callback.on_step(self, batch, self.metrics)
-        return self.metrics
+    def sample_writers(self) -> list[Callback]:
+        """As in RunLoop."""
+        return [WriteRollouts(self.config.trainer.save_rollouts_every, _sample_rows)]
 
-    def run(self, num_steps: int | None = None) -> RunResult:
-        """Train until ``num_steps`` more steps than all earlier calls asked for are made; steps of a resumed run count.
+    def state_dict(self) -> dict[str, Any]:
+        """Version of the weights, and how far the data are."""
+        return {"policy_version": self.parts.weights.version, "drawn": asdict(self.drawn)}
 
-        Without ``num_steps``: until the config's total. A signal ends the run at once while responses are sampled and
-        scored, else after the step, with a checkpoint. Raises RunIncomplete when the data end before the steps do.
-        """
-        if num_steps is not None:
-            if not isinstance(num_steps, int) or num_steps < 1:
-                raise ConfigError(f"num_steps must be a whole number, at least 1, got {num_steps!r}")
-            self._asked += num_steps
-        result = RunResult(self.steps_done)
-        with self.interrupts.listening():
-            try:
-                self._start()
-                if self.steps_done >= self.last_step:
-                    log.info("nothing to do: the run is finished, %d of %d steps", self.steps_done, self.last_step)
-                while self.steps_done < self.last_step:
-                    self.step()
-            except Interrupted as signal:
-                log.warning("%s: stopping after step %d of %d", signal, self.steps_done, self.last_step)
-                result.exit_code = signal.exit_code
-            finally:
-                with self.interrupts.ignored():
-                    self._end()
-        result.steps, result.metrics = self.steps_done, self.metrics
-        return result
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As in RunLoop."""
+        self.parts.weights.set_version(int(state["policy_version"]))
+        self.drawn = Drawn(**state["drawn"])
 
-    def close(self) -> None:
-        """Save what ``step`` made outside ``run``, end the trackers and the reward workers, give the model back.
-
-        A program that ends without it leaves no worker behind either.
-        """
-        try:
-            self._end()
-        finally:
-            self.parts.rewards.close()
-            self.parts.give_model_back()
-            self.claim.release()
-
-    def _start(self) -> None:
-        if not self.is_whole:
-            raise StaleWeights(f"step {self.steps_done + 1} broke off within its update: start again from a checkpoint")
-        if self._is_started:
-            return
-        self.claim.take()
-        self._is_started = True
-        self.parts.take_model()
-        folder = self.config.trainer.output_dir
-        self.profiler = StepProfiler(self.config.profile, folder / "traces", rank=0, total_steps=self.last_step)
-        for callback in self.callbacks:
-            callback.on_start(self)
-
-    def _end(self) -> None:
-        if not self._is_started:
-            return
-        self._is_started = False
-        try:
-            for callback in self.callbacks:
-                callback.on_end(self)
-        finally:
-            self.claim.release()
-
-    def _check_data(self) -> None:
-        if self.parts.loader.ends_at(self.drawn.batches):
-            raise RunIncomplete(
-                f"the data end after step {self.steps_done} of {max(self.last_step, self.steps_done + 1)}: raise "
-                "trainer.epochs, or leave it out so that prompts repeat until trainer.total_steps"
-            )
-
-    def _measured(self, sampled: Sampled, metrics: dict[str, float], timings: dict[str, float]) -> dict[str, float]:
+    def _measure(self, sampled: Sampled, timings: dict[str, float]) -> dict[str, float]:
         parts, everything = self.parts, sampled.everything
         passes = parts.actor.config.epochs_per_step
         speed = throughput(everything, timings, parts.shape, passes, parts.device, trained=sampled.batch)
         version = {"rollout/policy_version": float(everything["policy_version"].max())}
-        return {**metrics, **describe_responses(everything), **version, **timings, **speed}
+        return {**describe_responses(everything), **version, **speed}
 
 
-def _at_one_place(config: OnPolicyRun) -> OnPolicyRun:
-    """``config`` with an absolute ``trainer.output_dir``: a reward or a notebook may change the working folder."""
-    trainer = config.trainer.model_copy(update={"output_dir": config.trainer.output_dir.absolute()})
-    return config.model_copy(update={"trainer": trainer})
+def _sample_rows(batch: Batch, step: int) -> list[dict[str, Any]]:
+    return rollout_rows(batch, step=step)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -17,30 +16,29 @@ from typing import Any
 from verl.common.background import Background
 from verl.common.errors import ConfigError, VerlError
 from verl.observe.memory import available_bytes
-from verl.trainer.assembly import Parts
+from verl.trainer.base_sections import BaseTrainerConfig
 from verl.trainer.checkpoint import JSON, CheckpointStore, changed_keys
+from verl.trainer.parts import RunParts
 from verl.trainer.run_in_progress import RunInProgress
-from verl.trainer.sampling import Drawn
-from verl.trainer.sections import TrainerConfig
 
 log = logging.getLogger(__name__)
 
 _FIXED = ("model.", "algorithm.name")
 """Keys without which a checkpoint belongs to another run."""
 _FREE = ("trainer.", "track.", "validation.", "profile.", "placement.")
-"""Keys that change what is made or shown, not what was learnt; of ``trainer`` all but the three below."""
+"""Keys that change what is made or shown, not what was learnt; of ``trainer`` all but those below."""
 _LAYOUT = ".parallel."
 """Within a role: how many ranks hold its model, which changes no number."""
-_CURVE = ("trainer.seed", "trainer.prompts_per_step", "trainer.group_size")
+_CURVE = ("trainer.seed", "trainer.prompts_per_step", "trainer.group_size", "trainer.rows_per_step")
 _TRACES_OF_A_RUN = ("checkpoints", "metrics.jsonl")
 
 
-def holds_run(config: TrainerConfig) -> bool:
+def holds_run(config: BaseTrainerConfig) -> bool:
     """Whether the run directory already holds steps of a run."""
     return any((config.output_dir / name).exists() for name in _TRACES_OF_A_RUN)
 
 
-def prepare_folder(config: TrainerConfig) -> None:
+def prepare_folder(config: BaseTrainerConfig) -> None:
     """Make the run directory and see that it can be written.
 
     Raises ConfigError when it can't, or when ``trainer.resume=never`` and it already holds a run.
@@ -72,8 +70,7 @@ def save(trainer: RunInProgress, background: Background) -> None:
     copied = config.trainer.async_save and _has_memory_for(needed // config.placement.nodes)
     taken = {role.name: role.engine.snapshot(parts.tokenizer, copied=copied) for role in parts.trained_roles}
     state: dict[str, JSON] = {
-        "policy_version": parts.weights.version,
-        "drawn": asdict(trainer.drawn),
+        **trainer.state_dict(),
         "algorithm": parts.algorithm.state_dict(),
         "config": config.model_dump(mode="json"),
         "train_fingerprint": parts.train.fingerprint,
@@ -119,7 +116,7 @@ def _store(trainer: RunInProgress) -> CheckpointStore:
     return CheckpointStore(config.output_dir, config.keep_checkpoints)
 
 
-def _least_bytes(parts: Parts) -> int:
+def _least_bytes(parts: RunParts) -> int:
     """What the tensors of a checkpoint take."""
     return sum(role.engine.checkpoint_bytes() for role in parts.trained_roles)
 
@@ -142,8 +139,8 @@ def restore(trainer: RunInProgress) -> None:
     for role in parts.trained_roles:
         role.engine.restore(checkpoint.part(role.name))
     parts.algorithm.load_state_dict(checkpoint.state["algorithm"])
-    parts.weights.set_version(int(checkpoint.state["policy_version"]))
-    trainer.steps_done, trainer.drawn = checkpoint.step, Drawn(**checkpoint.state["drawn"])
+    trainer.steps_done = checkpoint.step
+    trainer.load_state_dict(checkpoint.state)
     log.info("going on from %s after step %d", checkpoint.path, checkpoint.step)
 
 

@@ -50,7 +50,7 @@ class RewardModel:
         if isinstance(model, (str, Path)):
             tokenizer = tokenizer or _tokenizer_in(model)
             device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-            model = _load(str(model), torch.device(device))
+            model = load_classifier(str(model), torch.device(device))
         self.model, self.tokenizer = model, tokenizer
         self.max_batch_tokens, self.cache_size = max_batch_tokens, cache_size
         self._cache: OrderedDict[bytes, float] = OrderedDict()
@@ -188,8 +188,11 @@ def _logits(model: PreTrainedModel, rows: list[list[int]], device: torch.device)
     return scores
 
 
-def _load(where: str, device: torch.device) -> PreTrainedModel:
-    """The checkpoint's own type on a GPU, float32 on a CPU. Raises UnsupportedModel when it has no score head."""
+def load_classifier(where: str, device: torch.device) -> PreTrainedModel:
+    """A classifier in the checkpoint's own type on a GPU, in float32 on a CPU, still on the CPU.
+
+    Raises UnsupportedModel when it has no score head.
+    """
     dtype = torch.float32 if device.type == "cpu" else "auto"
     model, info = AutoModelForSequenceClassification.from_pretrained(where, dtype=dtype, output_loading_info=True)
     if missing := sorted(info["missing_keys"]):

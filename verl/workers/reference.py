@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from verl.batch import Batch
 from verl.engines.base import Engine
+from verl.models.lora import without_adapter
 
 
 class Reference:
@@ -18,3 +19,11 @@ class Reference:
     def infer(self, batch: Batch) -> None:
         """Write ``ref_log_probs``."""
         batch.put(self.writes, self.engine.infer(batch, "log_probs"))
+
+
+class BaseReference(Reference):
+    """The model below the policy's adapter, run by the policy's own engine: there is no second copy of it."""
+
+    def infer(self, batch: Batch) -> None:
+        with without_adapter(self.engine.network.module):
+            super().infer(batch)

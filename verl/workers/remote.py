@@ -17,7 +17,7 @@ from verl.algorithms.base import Algorithm
 from verl.batch import Batch
 from verl.common.errors import ConfigError, StaleWeights
 from verl.controller import WorkerGroup, whole
-from verl.engines.packing import balanced_shards, row_lengths
+from verl.engines.packing import balanced_shards, kept_together, rows_of, unit_lengths
 from verl.observe.metrics import MetricSums
 from verl.rollout.base import Request, Response, RolloutStats
 
@@ -30,17 +30,25 @@ POLL_S = 0.1
 class RemoteEngine:
     """The engine of a role whose workers are ``group``: what Actor, Critic and Reference call.
 
-    output  name -> column that the group's ``infer`` gives
+    column  what the group's ``infer`` gives
+    infer   the group's method; default: its ``infer``
     """
 
-    def __init__(self, group: WorkerGroup, algorithm: Algorithm[Any], column: str) -> None:
+    def __init__(
+        self,
+        group: WorkerGroup,
+        algorithm: Algorithm[Any],
+        column: str,
+        infer: Callable[[Batch], Any] | None = None,
+    ) -> None:
         self.group, self._algorithm, self._column = group, algorithm, column
+        self._infer: Callable[[Batch], Any] = infer or group.infer
         self.has_unsynced_update = False
 
     def infer(self, batch: Batch, output: str) -> Tensor:
         """As ``Engine.infer``: [N] float32 in the batch's order."""
-        order = self._order(batch)
-        found = self.group.infer(batch.columns().select(order)).fetch(self._column)
+        order = torch.tensor([row for shard in self._shards(batch) for row in shard], dtype=torch.int64)
+        found = self._infer(batch.columns().select(order)).fetch(self._column)
         values = found[self._column]
         pieces = values.split(batch.lengths("response_ids")[order].tolist())
         back = torch.argsort(order).tolist()
@@ -50,7 +58,8 @@ class RemoteEngine:
         self, batch: Batch, loss_function: Callable[..., Any], *, lr: float, entropy: bool = False
     ) -> MetricSums:
         """As ``TrainingEngine.update``; the workers have the role's loss themselves."""
-        rows = batch.columns().select(self._order(batch))
+        columns = batch.columns()
+        rows = [columns.select(shard) for shard in self._shards(batch)]
         state = self._algorithm.state_dict()
         metrics: MetricSums = self.group.update(rows, lr=lr, entropy=entropy, algorithm=state).get()
         self.has_unsynced_update = True
@@ -65,15 +74,20 @@ class RemoteEngine:
         """As ``TrainingEngine.restore``."""
         self.group.restore(folder).get()
 
+    def save_base(self, folder: Path) -> None:
+        """As ``TrainingEngine.save_base``."""
+        self.group.save_base(folder).get()
+
     def checkpoint_bytes(self) -> int:
         """As ``TrainingEngine.checkpoint_bytes``, of all ranks."""
         return sum(self.group.checkpoint_bytes().get())
 
-    def _order(self, batch: Batch) -> Tensor:
-        """Rows in an order whose even cut gives the data-parallel ranks near-equal work."""
-        shards = balanced_shards(row_lengths(batch).tolist(), self.group.grid.dp_size)
-        shards.sort(key=len, reverse=True)  # as rows are cut: the first shards have one more
-        return torch.tensor([row for shard in shards for row in shard], dtype=torch.int64)
+    def _shards(self, batch: Batch) -> list[list[int]]:
+        """The rows of each data-parallel rank: near-equal work, what is compared on one rank, the larger shards first
+        as an even cut of rows has them."""
+        units = kept_together(batch)
+        shards = rows_of(units, balanced_shards(unit_lengths(batch, units), self.group.grid.dp_size))
+        return sorted(shards, key=len, reverse=True)
 
 
 class RemoteSnapshot:

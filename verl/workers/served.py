@@ -28,8 +28,8 @@ from verl.observe.memory import peak_memory_bytes, reset_peak_memory
 from verl.observe.metrics import MetricSums
 from verl.rollout.base import Request, Response, RolloutStats
 from verl.workers.recipe import Recipe
-from verl.workers.reference import Reference
-from verl.workers.trained import Actor, Critic
+from verl.workers.reference import BaseReference, Reference
+from verl.workers.trained import TrainedRole
 
 Bucket = list[tuple[str, Tensor]]
 """Some whole weights by name."""
@@ -44,7 +44,7 @@ class EngineWorker:
         self.module = recipe.load(self.device)
         self.tokenizer = recipe.tokenizer
         self.algorithm = recipe.make_algorithm(self.module.dtype)
-        self.role: Actor | Critic | Reference = _MAKE[role](self, recipe)
+        self.role: TrainedRole | Reference = _MAKE[role](self, recipe)
         self._buckets: Iterator[Bucket] = iter(())
         self._snapshot: Snapshot | None = None
         self._writing = Background(f"verl-writes-{role}")
@@ -61,10 +61,19 @@ class EngineWorker:
         self.role.infer(batch)
         return batch.columns([self.role.writes])
 
+    @dispatch(split_rows)
+    def infer_base(self, batch: Batch) -> Batch:
+        """``ref_log_probs`` of these rows, by the model below the adapter."""
+        reference = BaseReference(self.engine)
+        reference.infer(batch)
+        return batch.columns([reference.writes])
+
     @dispatch(split_first)
-    def update(self, batch: Batch, *, lr: float, entropy: bool, algorithm: Mapping[str, Any]) -> MetricSums:
-        """One optimizer step over these rows and those of the other ranks; ``algorithm`` is its state."""
-        assert isinstance(self.role, Actor | Critic)
+    def update(self, batches: list[Batch], *, lr: float, entropy: bool, algorithm: Mapping[str, Any]) -> MetricSums:
+        """One optimizer step over these rows, one batch of them, and those of the other ranks; ``algorithm`` is its
+        state."""
+        (batch,) = batches
+        assert isinstance(self.role, TrainedRole)
         self.algorithm.load_state_dict(algorithm)
         return self.engine.update(batch, self.role.loss, lr=lr, entropy=entropy)
 
@@ -98,6 +107,11 @@ class EngineWorker:
             return False
         self._writing.wait()
         return True
+
+    @dispatch(broadcast)
+    def save_base(self, folder: Path) -> None:
+        """Write the model below the adapter, together with the other ranks."""
+        self.engine.save_base(folder)
 
     @dispatch(broadcast)
     def restore(self, folder: Path) -> None:
@@ -186,12 +200,12 @@ class RolloutWorker:
         self.engine.wake()
 
 
-def _actor(worker: EngineWorker, recipe: Recipe) -> Actor:
+def _actor(worker: EngineWorker, recipe: Recipe) -> TrainedRole:
     mesh = Mesh.build(recipe.actor.parallel, worker.device.type)
     return recipe.make_actor(CausalLM(worker.module), worker.algorithm, worker.device, mesh)
 
 
-def _critic(worker: EngineWorker, recipe: Recipe) -> Critic:
+def _critic(worker: EngineWorker, recipe: Recipe) -> TrainedRole:
     mesh = Mesh.build(recipe.critic.parallel, worker.device.type)
     return recipe.make_critic(worker.module, worker.algorithm, worker.device, mesh)
 
@@ -202,7 +216,7 @@ def _reference(worker: EngineWorker, recipe: Recipe) -> Reference:
     )
 
 
-_MAKE: dict[str, Callable[[EngineWorker, Recipe], Actor | Critic | Reference]] = {
+_MAKE: dict[str, Callable[[EngineWorker, Recipe], TrainedRole | Reference]] = {
     "actor": _actor,
     "critic": _critic,
     "reference": _reference,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from verl.batch import FinishReason
-from verl.common.errors import ConfigError, VerlError
+from verl.common.errors import ConfigError, NotFinite, VerlError
 from verl.models.causal_lm import CausalLM
 from verl.rollout.base import Request, Response, RolloutStats, SamplingParams
 from verl.rollout.native.block_manager import BlockManager
@@ -78,7 +78,7 @@ class NativeEngine:
 
         Raises, before any work: DataError for a prompt that is empty or has ids outside the vocabulary, ConfigError
         for a request that can't fit the model's positions or the cache, StaleWeights when the weights were changed
-        and nobody said so, VerlError while another call is under way. Raises VerlError when the model's outputs aren't
+        and nobody said so, VerlError while another call is under way. Raises NotFinite when the model's outputs aren't
         numbers.
         """
         self._check_idle()
@@ -313,8 +313,8 @@ class NativeEngine:
         scheduler.drop_finished()
 
     @staticmethod
-    def _not_finite(row: Sequence) -> VerlError:
-        return VerlError(
+    def _not_finite(row: Sequence) -> NotFinite:
+        return NotFinite(
             f"a token of a response to a prompt of {row.num_prompt} tokens, behind its first {row.num_response}, has "
             "the log-prob nan: the model's weights or outputs are not finite numbers"
         )

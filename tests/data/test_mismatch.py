@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from verl.common.errors import DataError
+from verl.data.examples import Answer, Example, ExampleDataset
+from verl.data.mismatch import partners, with_mismatches
+from verl.data.prompts import LoadReport
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 7, 32, 33])
+@pytest.mark.parametrize("seed", range(5))
+def test_no_prompt_meets_its_own_answer_and_every_answer_is_used_once(size: int, seed: int) -> None:
+    found = partners(range(size), seed)
+    assert all(row != partner for row, partner in enumerate(found))
+    assert sorted(found) == list(range(size))
+
+
+def test_prompts_that_are_there_twice_do_not_meet_their_own_answers_either() -> None:
+    draw = random.Random(0)
+    for trial in range(200):
+        prompts = [draw.randrange(1 + trial % 5 + 1) for _ in range(draw.randrange(2, 12))]
+        if len(set(prompts)) == 1:
+            continue
+        found = partners(prompts, trial)
+        assert all(prompts[row] != prompts[partner] for row, partner in enumerate(found)), prompts
+        most = max(prompts.count(prompt) for prompt in prompts)
+        if 2 * most <= len(prompts):
+            assert sorted(found) == list(range(len(prompts)))
+
+
+def test_one_prompt_with_most_rows_shares_the_others() -> None:
+    found = partners(["a", "a", "a", "a", "b"], 0)
+    assert found[:4] == [4, 4, 4, 4] and found[4] in range(4)
+
+
+def test_the_estimate_of_a_table_whose_own_answers_alone_have_a_ratio_is_0() -> None:
+    """Reversing five rows would leave the middle one with its own answer: 0.2."""
+    found = partners(range(5), 3)
+    assert sum(float(row == partner) for row, partner in enumerate(found)) / 5 == 0.0
+
+
+def test_draws_follow_from_the_seed() -> None:
+    assert partners(range(20), 1) == partners(range(20), 1) != partners(range(20), 2)
+
+
+@pytest.mark.parametrize("prompts", [["a"], ["a", "a", "a"]])
+def test_one_prompt_alone_is_refused(prompts: list[str]) -> None:
+    with pytest.raises(DataError, match=r"all .* rows have the same prompt"):
+        partners(prompts, 0)
+
+
+def test_an_example_gets_its_own_prompt_with_anothers_answer() -> None:
+    made = [Example(i, (Answer((10 + i,), (20 + i, 2), (True, True)),), (True,), "rows") for i in range(3)]
+    found = with_mismatches(ExampleDataset(made, LoadReport(3, 3, {}, ())), seed=0)
+    for example in found:
+        assert example.mismatched is not None
+        assert example.mismatched.prompt_ids == example.prompt_ids
+        assert example.mismatched.response_ids != example.answers[0].response_ids
+    assert {example.mismatched.response_ids for example in found if example.mismatched} == {(20, 2), (21, 2), (22, 2)}

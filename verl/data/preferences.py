@@ -1,0 +1,207 @@
+"""Rows with judged answers to examples: a chosen and a rejected answer, or one answer and whether it is desirable.
+
+In: a source, the ``data`` section, a tokenizer. Out: an ``ExampleDataset`` whose answers carry their ids. Both answers
+of a pair share the ids of their prompt, and prompts are encoded as for a rollout. Knows nothing of losses.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from verl.common.errors import DataError
+from verl.data.chat import check_messages, check_prompt, encode_prompt
+from verl.data.config import DataConfig
+from verl.data.examples import Answer, Example, ExampleDataset
+from verl.data.prompts import Incident, LoadReport, name_some, require_column
+from verl.data.sources import SourceRow, raise_problems, read_all
+from verl.data.supervision import supervise
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+
+class PreferenceDataConfig(DataConfig):
+    """Judged answers for training and validation."""
+
+    ground_truth_key: str | None = Field(None, min_length=1)
+    """Not read: no reward compares answers here."""
+    chosen_key: str = Field("chosen", min_length=1)
+    """Column with the better answer of a pair: text, or messages of which the last is the answer."""
+    rejected_key: str = Field("rejected", min_length=1)
+    """Column with the worse answer of a pair."""
+    response_key: str = Field("response", min_length=1)
+    """Column with one answer, for algorithms that need no pairs; with `judged_keys`, its name in each of them."""
+    label_key: str = Field("label", min_length=1)
+    """Column that says whether that answer is desirable: true, false, 1 or 0; with `judged_keys`, its name in each of
+    them."""
+    judged_keys: list[str] = []
+    """Columns that each hold an answer (`response_key`) to the row's prompt and its label (`label_key`). Each desirable
+    one with each undesirable one makes a pair. Empty: the other keys name the columns themselves."""
+    max_response_tokens: int = Field(1024, ge=1)
+    """Longest answer, in tokens, the one that ends it included."""
+    overlong_responses: Literal["drop", "error", "right"] = "drop"
+    """What becomes of an example with a longer one, as with `overlong_prompts`. `right`: the first tokens stay."""
+
+
+class _TooLong(DataError):
+    """An example that goes beyond a length limit; ``rule`` says what becomes of it."""
+
+    def __init__(self, what: str, rule: str) -> None:
+        super().__init__(what)
+        self.rule = rule
+
+
+Judged = tuple[Any, ...]
+"""Answers of one example as the row has them."""
+
+
+def load_preferences(
+    source: Any,
+    config: PreferenceDataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    is_paired: bool,
+    key: str = "data.train",
+    max_rows: int | None = None,
+) -> ExampleDataset:
+    """Read and encode every example of ``source`` (see ``read_rows`` for what it may be).
+
+    is_paired  pairs of a chosen and a rejected answer, or single ones with a label
+    key        the configuration key that ``source`` came from, for messages
+    Examples with a prompt or answer beyond its limit are dropped and named, cut, or an error, as the section says; a
+    pair whose answers are the same ids teaches nothing and is warned of. Raises DataError for rows that can't be used,
+    all at once, and when nothing is left.
+    """
+    rows = read_all(source, config, key, max_rows)
+    kept: list[Example] = []
+    problems: list[str] = []
+    refused: list[Incident] = []
+    overlong: list[Incident] = []
+    single: list[Incident] = []
+    for row_id, row in enumerate(rows):
+        try:
+            judged = list((_pairs if is_paired else _labelled)(row, config))
+        except DataError as error:
+            problems.append(f"{row.where} (row {row_id}): {error}")
+            continue
+        if not judged:
+            single.append(Incident(row_id, row.where, "its answers are all of one label"))
+        for answers, is_chosen in judged:
+            try:
+                made = _encode(require_column(row, config.prompt_key, "data.prompt_key"), answers, config, tokenizer)
+                kept.append(Example(row_id, made, is_chosen, row.source))
+            except _TooLong as error:
+                found = Incident(row_id, row.where, str(error))
+                (refused if error.rule == "error" else overlong).append(found)
+            except DataError as error:
+                problems.append(f"{row.where} (row {row_id}): {error}")
+    if problems:
+        raise_problems(key, problems, len(rows), "Mend or remove these rows:")
+    if refused:
+        named = [f"{one.where} (row {one.row_id}): {one.detail}" for one in refused]
+        advice = "Raise the limit, or set data.overlong_prompts or data.overlong_responses to drop or right:"
+        raise_problems(key, named, len(rows), advice)
+    dropped = {reason: tuple(found) for reason, found in (("overlong", overlong), ("no pair", single)) if found}
+    report = LoadReport(len(rows), len(kept), dropped, ())
+    if not kept:
+        raise DataError(f"{key}: no example is left to learn from: {report.summary()}")
+    _warn_of_equal_pairs(kept, key)
+    return ExampleDataset(kept, report)
+
+
+def _pairs(row: SourceRow, config: PreferenceDataConfig) -> Iterator[tuple[Judged, tuple[bool, ...]]]:
+    if not config.judged_keys:
+        chosen = require_column(row, config.chosen_key, "data.chosen_key")
+        yield (chosen, require_column(row, config.rejected_key, "data.rejected_key")), (True, False)
+        return
+    judged = [_judged(row, key, config) for key in config.judged_keys]
+    for good in (answer for answer, label in judged if label):
+        for bad in (answer for answer, label in judged if not label):
+            yield (good, bad), (True, False)
+
+
+def _labelled(row: SourceRow, config: PreferenceDataConfig) -> Iterator[tuple[Judged, tuple[bool, ...]]]:
+    for key in config.judged_keys or [""]:
+        answer, label = _judged(row, key, config)
+        yield (answer,), (label,)
+
+
+def _judged(row: SourceRow, key: str, config: PreferenceDataConfig) -> tuple[Any, bool]:
+    """An answer and its label: columns of the row or, with a ``key``, of that column of it."""
+    if key:
+        inner = require_column(row, key, "data.judged_keys")
+        if not isinstance(inner, Mapping):
+            raise DataError(f"column {key!r} (data.judged_keys) must hold an answer and its label, got {inner!r}")
+        row = replace(row, values=dict(inner))
+    label = require_column(row, config.label_key, "data.label_key")
+    if not (isinstance(label, bool) or (isinstance(label, int | float) and label in (0, 1))):
+        raise DataError(f"the label in column {config.label_key!r} (data.label_key) is true or false, got {label!r}")
+    return require_column(row, config.response_key, "data.response_key"), bool(label)
+
+
+def _encode(
+    prompt: Any, answers: Judged, config: PreferenceDataConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Answer, ...]:
+    """Ids of each answer behind the one prompt. Raises _TooLong where the section doesn't say to cut."""
+    checked = check_prompt(prompt)
+    prompt_ids = tuple(encode_prompt(tokenizer, checked, config))
+    if not prompt_ids:
+        raise DataError("the prompt has no tokens")
+    limit = config.max_prompt_tokens
+    rule = config.overlong_prompts
+    if len(prompt_ids) > limit and rule in ("drop", "error"):
+        raise _TooLong(f"its prompt has {len(prompt_ids)} tokens, limit {limit} (data.max_prompt_tokens)", rule)
+    cut = prompt_ids[-limit:] if rule == "left" else prompt_ids[:limit]
+    return tuple(_encode_answer(checked, prompt_ids, cut, answer, config, tokenizer) for answer in answers)
+
+
+def _encode_answer(
+    prompt: Any,
+    prompt_ids: tuple[int, ...],
+    cut: tuple[int, ...],
+    answer: Any,
+    config: PreferenceDataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Answer:
+    supervised = supervise(tokenizer, prompt, config, answer=_text_of(answer, prompt))
+    start = len(prompt_ids)
+    if supervised.input_ids[:start] != prompt_ids:
+        raise DataError("the chat template renders the prompt differently when an answer follows it")
+    ids, mask = supervised.input_ids[start:], supervised.labels_mask[start:]
+    limit, rule = config.max_response_tokens, config.overlong_responses
+    if len(ids) > limit and rule != "right":
+        raise _TooLong(f"an answer has {len(ids)} tokens, limit {limit} (data.max_response_tokens)", rule)
+    if not any(mask[:limit]):
+        raise _TooLong(f"no token of an answer is within the limit of {limit} (data.max_response_tokens)", "drop")
+    return Answer(cut, ids[:limit], mask[:limit])
+
+
+def _text_of(answer: Any, prompt: Any) -> str:
+    """The answer's text: itself, or the content of the one message that follows the prompt's."""
+    if isinstance(answer, str):
+        return answer
+    messages = check_messages(answer)
+    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if messages[-1]["role"] != "assistant" or messages[:-1] not in ([], before):
+        raise DataError(
+            "an answer is text, one assistant message, or the messages of its prompt and one assistant message; got "
+            f"the roles {[message['role'] for message in messages]}"
+        )
+    return str(messages[-1]["content"])
+
+
+def _warn_of_equal_pairs(examples: list[Example], key: str) -> None:
+    equal = [
+        Incident(example.row_id, f"row {example.row_id} of {example.source}", "chosen and rejected are the same ids")
+        for example in examples
+        if len(example.answers) == 2 and example.answers[0].response_ids == example.answers[1].response_ids
+    ]
+    if equal:
+        log.warning("%s: %d pairs teach nothing: %s", key, len(equal), name_some(equal))

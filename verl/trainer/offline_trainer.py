@@ -1,0 +1,106 @@
+"""The loop over answers that are there already: draw, infer, learn. Preference, SFT and reward-model trainers are thin
+over it: they say what an example is.
+
+``OfflineTrainer.make_step`` is the algorithm; ``run_loop.py`` starts it, resumes it and ends it.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from functools import partial
+from typing import Any, TypeVar
+
+from verl.batch import Batch
+from verl.data.examples import ExampleDataset, collate
+from verl.observe.metrics import VALIDATION, PhaseTimer
+from verl.trainer.inputs import Given
+from verl.trainer.measures import describe_answers, training_speed
+from verl.trainer.offline_assembly import OfflineParts, answers_in, assemble_offline, load_offline_inputs
+from verl.trainer.offline_sections import OfflineRun
+from verl.trainer.run_loop import Made, RunLoop
+
+OfflineRunT = TypeVar("OfflineRunT", bound=OfflineRun)
+
+
+class OfflineTrainer(RunLoop[OfflineRunT, OfflineParts]):
+    """A trainer whose steps learn from the next examples of a data set."""
+
+    @classmethod
+    @abstractmethod
+    def load(cls, config: OfflineRunT, source: Any, tokenizer: Any, key: str, max_rows: int | None) -> ExampleDataset:
+        """The examples of ``source``.
+
+        key       the configuration key that it came from, for messages
+        max_rows  use only the first so many rows
+        """
+
+    @classmethod
+    def plan(cls, config: OfflineRunT) -> list[str]:
+        """As in RunLoop."""
+        inputs = load_offline_inputs(config, Given(), partial(cls.load, config))
+        trainer = config.trainer
+        steps = trainer.total_steps or -(-len(inputs.train) * (trainer.epochs or 1) // trainer.rows_per_step)
+        lines = [f"train: {inputs.train.report.summary()}"]
+        if inputs.val is not None:
+            lines.append(f"val: {inputs.val.report.summary()}")
+        return [*lines, f"steps: {steps} of {trainer.rows_per_step} examples"]
+
+    def assemble(self, config: OfflineRunT, given: Given) -> OfflineParts:
+        """As in RunLoop; what must be computed before the first update is."""
+        parts = assemble_offline(config, given, partial(type(self).load, config))
+        if parts.starting_policy is not None:
+            parts.take_model()
+            steps = config.trainer.total_steps or parts.loader.num_batches or len(parts.train)
+            parts.starting_policy.prepare(answers_in(parts, steps))
+            parts.give_model_back()
+        return parts
+
+    @property
+    def batches_drawn(self) -> int:
+        """One a step."""
+        return self.steps_done
+
+    def make_step(self, number: int, timer: PhaseTimer) -> Made:
+        """As in RunLoop: one step of the algorithm."""
+        parts = self.parts
+        with self.interrupts.allowed():  # a signal ends at once what can be thrown away
+            self.check_data()
+            if number == 1 and parts.starting_policy is not None:
+                parts.starting_policy.prepare(answers_in(parts, self.last_step))
+            batch = self._batch(number)
+            for role in parts.passes:
+                with timer.phase(role.writes):
+                    role.infer(batch)
+        self.is_whole = False
+        metrics: dict[str, float] = {}
+        for trained in parts.trained:
+            with timer.phase(f"update_{trained.name}"):
+                metrics |= trained.update(batch, step=number, total_steps=self.total_steps).result()
+        return Made(batch, metrics | parts.algorithm.derived(metrics), partial(self._measure, batch))
+
+    def validate(self) -> dict[str, float]:
+        """The loss's metrics on all of ``data.val`` at once."""
+        parts = self.parts
+        if parts.val is None:
+            return {}
+        batch = collate(parts.val)
+        for role in parts.passes:
+            role.infer(batch)
+        metrics: dict[str, float] = {}
+        for trained in parts.trained:
+            metrics |= trained.measure(batch).result()
+        metrics |= parts.algorithm.derived(metrics)
+        named = {f"{VALIDATION}{name.partition('/')[2]}": value for name, value in metrics.items()}
+        return named | {f"{VALIDATION}rows": float(len(parts.val))}
+
+    def _batch(self, number: int) -> Batch:
+        return collate(self.parts.loader.batch(number - 1))
+
+    def _measure(self, batch: Batch, timings: dict[str, float]) -> dict[str, float]:
+        parts = self.parts
+        (trained,) = parts.trained
+        seconds = timings[f"timing/update_{trained.name}_s"]
+        speed = training_speed(batch, seconds, parts.shape, trained.config.epochs_per_step, parts.device)
+        tokens = float(batch.lengths("prompt_ids").sum() + batch.lengths("response_ids").sum())
+        rate = {"perf/tokens": tokens, "perf/tokens_per_s": tokens / timings["timing/step_s"]}
+        return {**describe_answers(batch), **rate, **speed}

@@ -1,0 +1,78 @@
+"""What a run is made of, whatever its family: data and their order, an algorithm, roles, the policy's module.
+
+Nothing here makes them (``assembly.py``, ``offline_assembly.py``) or trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from verl.algorithms.base import Algorithm
+from verl.controller import Controller
+from verl.data.loader import Loader
+from verl.models.attention import ATTENTION
+from verl.observe.flops import ModelShape
+from verl.workers.trained import TrainedRole
+
+
+class TrainingRows(Sized, Protocol):
+    """A data set that a run trains on."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of all its rows: a resumed run has the same one, or it isn't on the same data."""
+        ...
+
+
+@dataclass(kw_only=True)
+class RunParts:
+    """Everything that each loop uses.
+
+    module       the policy's own, under this library's attention while a trainer runs; None where workers hold it
+    passes       roles that infer a column before the update, in order
+    controller   of the workers; None where all is in this process
+    """
+
+    device: torch.device
+    module: PreTrainedModel | None
+    tokenizer: PreTrainedTokenizerBase
+    train: TrainingRows
+    loader: Loader[Any]
+    algorithm: Algorithm[Any]
+    actor: TrainedRole
+    shape: ModelShape
+    own_attention: str = ""
+    controller: Controller | None = None
+    passes: list[Any] = field(default_factory=list)
+
+    def take_model(self) -> None:
+        """Run the policy's module under this library's attention."""
+        if self.module is not None:
+            cast(Any, self.module).set_attn_implementation(ATTENTION)
+
+    def give_model_back(self) -> None:
+        """Leave the module as its owner knows it: ``generate`` and plain calls work again."""
+        if self.module is not None:
+            cast(Any, self.module).set_attn_implementation(self.own_attention)
+
+    def close(self) -> None:
+        """Give back what the run took; workers end."""
+        self.give_model_back()
+        if self.controller is not None:
+            self.controller.close()
+
+    @property
+    def trained_roles(self) -> list[TrainedRole]:
+        """Roles with weights that a checkpoint holds."""
+        return [self.actor]
+
+    @property
+    def trained(self) -> list[TrainedRole]:
+        """Roles that learn, in the order that the algorithm declares."""
+        roles = {role.name: role for role in self.trained_roles}
+        return [roles[name] for name in self.algorithm.trains if name in roles]

@@ -1,0 +1,220 @@
+"""From the sections of a run to its roles: the models, here or on workers.
+
+The only place that knows which engine, network and worker make up a role. Nothing here trains or reads data.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers import PreTrainedModel
+
+from verl.algorithms.base import Algorithm
+from verl.common.errors import ConfigError
+from verl.common.files import folder_written_aside
+from verl.common.seeding import seed_everything
+from verl.controller import Controller, WorkerGroup
+from verl.engines.mesh import Mesh, ParallelConfig
+from verl.hybrid_engine.colocated import SharedWeights
+from verl.models.attention import ATTENTION
+from verl.models.causal_lm import CausalLM
+from verl.models.loading import compute_dtype, outline_of
+from verl.models.lora import check_installed
+from verl.observe.flops import ModelShape
+from verl.trainer.base_sections import GIVEN, Run
+from verl.trainer.placement import PlacementConfig, launched_ranks, layout_of
+from verl.workers.recipe import Recipe, learner
+from verl.workers.reference import BaseReference, Reference
+from verl.workers.remote import RemoteEngine, RemoteRollout, RemoteWeights
+from verl.workers.served import EngineWorker, RolloutWorker
+from verl.workers.trained import Critic, TrainedRole
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Sampler:
+    """What samples, for runs that do: a rollout engine, and the way of the actor's weights to it."""
+
+    engine: Any
+    weights: SharedWeights | RemoteWeights
+
+
+@dataclass
+class Roles:
+    """The roles that run models, wherever they are, and what comes with them."""
+
+    device: torch.device
+    module: PreTrainedModel | None
+    algorithm: Algorithm[Any]
+    actor: TrainedRole
+    critic: Critic | None
+    reference: Reference | None
+    sampler: Sampler | None
+    shape: ModelShape
+    own_attention: str = ""
+    controller: Controller | None = None
+
+
+def check_placement(config: Run, model: PreTrainedModel | None) -> None:
+    """Raise ConfigError for a model given as an object where workers would need it, MissingExtra for an adapter without
+    the package that makes it."""
+    if config.model.lora is not None:
+        check_installed()
+    if config.placement.kind != "inprocess" and model is not None:
+        raise ConfigError(
+            f"a model given as an object can't go to the workers of placement.executor={config.placement.kind}: save "
+            "it with save_pretrained and give the folder, or set placement.executor=inprocess"
+        )
+
+
+@contextmanager
+def controller_for(placement: PlacementConfig) -> Iterator[Controller | None]:
+    """The controller of a run on workers, None of one in this process; closed where the block raises.
+
+    It is made first of all: other ranks of torchrun wait for it, while data may take minutes.
+    """
+    if placement.kind == "inprocess":
+        yield None
+        return
+    if idle := placement.idle_ranks:
+        log.warning(
+            "torchrun started %d processes, and ranks %s have no role: start fewer, or raise placement.devices",
+            launched_ranks(),
+            idle,
+        )
+    with ExitStack() as on_error:
+        yield on_error.enter_context(Controller(placement.kind, call_timeout_s=placement.call_timeout_s))
+        on_error.pop_all()
+
+
+def build_roles(
+    config: Run, model: PreTrainedModel | None, recipe: Recipe, device: torch.device, controller: Controller | None
+) -> Roles:
+    """The roles that ``recipe`` describes: on workers of ``controller``, or without one in this process, on ``model``
+    where one was given."""
+    seed_everything(config.trainer.seed)
+    kept = config.trainer.output_dir / "base"
+    recipe = replace(recipe, base=_found_again(config.model.path) or str(kept))
+    if controller is None:
+        roles = _roles_here(config, model, recipe, device)
+    else:
+        roles = _roles_on_workers(config, recipe, controller)
+    if config.model.lora is not None and recipe.base == str(kept) and not kept.exists():
+        with folder_written_aside(kept) as aside:
+            roles.actor.engine.save_base(aside)
+    return roles
+
+
+def _found_again(path: str | None) -> str | None:
+    """``path`` as another process can find the model; None for a model that exists in this run alone."""
+    if path is None or path == GIVEN:
+        return None
+    folder = Path(path).expanduser()
+    return str(folder.absolute()) if folder.is_dir() else path
+
+
+def _roles_here(config: Run, model: PreTrainedModel | None, recipe: Recipe, device: torch.device) -> Roles:
+    """All roles in this process, the rollout on the very weights that the actor trains."""
+    module = _policy_module(model, recipe, device)
+    algorithm = recipe.make_algorithm(module.dtype)
+    own_attention = "sdpa" if module.config._attn_implementation == ATTENTION else module.config._attn_implementation
+    single = Mesh.build(recipe.actor.parallel, device.type)
+    needs_reference, has_base = "reference" in algorithm.needs, config.model.lora is not None
+    frozen = copy.deepcopy(module) if needs_reference and not has_base else None
+    critic = (
+        recipe.make_critic(copy.deepcopy(module), algorithm, device, Mesh.build(recipe.critic.parallel, device.type))
+        if "critic" in algorithm.needs
+        else None
+    )
+    lm = CausalLM(module)
+    actor = recipe.make_actor(lm, algorithm, device, single)
+    sampler = None
+    if recipe.rollout is not None:
+        engine = recipe.make_rollout(lm)
+        sampler = Sampler(engine, SharedWeights(actor.engine, engine, lm.module))
+    reference: Reference | None = BaseReference(actor.engine) if needs_reference and has_base else None
+    if frozen is not None:
+        reference = recipe.make_reference(frozen, device, Mesh.build(recipe.reference.parallel, device.type))
+    return Roles(
+        device=device,
+        module=module,
+        algorithm=algorithm,
+        actor=actor,
+        critic=critic,
+        reference=reference,
+        sampler=sampler,
+        shape=ModelShape.of(module),
+        own_attention=own_attention,
+    )
+
+
+def _roles_on_workers(config: Run, recipe: Recipe, controller: Controller) -> Roles:
+    """A worker group for each role, on the devices that ``placement`` names, and what stands for it here."""
+    placement = config.placement
+    kind: Any = {"auto": None, "cpu": "cpu"}.get(config.trainer.device, "cuda")
+    outline = outline_of(config.model, recipe.tokenizer)
+    device_type = "cuda" if kind == "cuda" or (kind is None and torch.cuda.is_available()) else "cpu"
+    algorithm = recipe.make_algorithm(compute_dtype(config.model.amp_dtype, torch.device(device_type)))
+    main = placement.pool(None, kind)
+
+    def group(role: str, parallel: ParallelConfig) -> WorkerGroup:
+        own = getattr(placement, role, None)
+        pool = main if own is None else placement.pool(own, kind)
+        return controller.group(role, EngineWorker, pool, layout_of(parallel), role=role, recipe=recipe)
+
+    seed = config.trainer.seed
+    actor_engine = RemoteEngine(group("actor", recipe.actor.parallel), algorithm, learner(algorithm).writes)
+    actor = learner(algorithm)(cast(Any, actor_engine), config.actor, algorithm, seed)
+    critic = reference = None
+    if "critic" in algorithm.needs:
+        engine = RemoteEngine(group("critic", recipe.critic.parallel), algorithm, Critic.writes)
+        critic = Critic(cast(Any, engine), recipe.critic, algorithm, seed)
+    if "reference" in algorithm.needs:
+        reference = Reference(cast(Any, _reference_engine(config, recipe, algorithm, actor_engine, group)))
+    sampler = None
+    if recipe.rollout is not None:
+        is_colocated = placement.rollout is None
+        pool = main if is_colocated else placement.pool(placement.rollout, kind)
+        rollout = RemoteRollout(controller.group("rollout", RolloutWorker, pool, recipe=recipe))
+        weights = RemoteWeights(actor_engine, rollout, is_colocated=is_colocated)
+        weights.set_version(0)
+        sampler = Sampler(rollout, weights)
+    return Roles(
+        device=torch.device("cpu"),
+        module=None,
+        algorithm=algorithm,
+        actor=actor,
+        critic=critic,
+        reference=reference,
+        sampler=sampler,
+        shape=ModelShape.of(outline),
+        controller=controller,
+    )
+
+
+def _reference_engine(
+    config: Run,
+    recipe: Recipe,
+    algorithm: Algorithm[Any],
+    actor: RemoteEngine,
+    group: Callable[[str, ParallelConfig], WorkerGroup],
+) -> RemoteEngine:
+    """A group of its own, or, where the policy is an adapter, the actor's with that off."""
+    if config.model.lora is not None:
+        return RemoteEngine(actor.group, algorithm, Reference.writes, infer=actor.group.infer_base)
+    return RemoteEngine(group("reference", recipe.reference.parallel), algorithm, Reference.writes)
+
+
+def _policy_module(model: PreTrainedModel | None, recipe: Recipe, device: torch.device) -> PreTrainedModel:
+    if model is None:
+        return recipe.load(device)
+    moved: PreTrainedModel = cast(Any, model).to(device=device, dtype=compute_dtype(recipe.model.amp_dtype, device))
+    return recipe.adapted(moved)
