@@ -21,6 +21,7 @@ from verl.common.errors import StaleWeights
 from verl.common.seeding import seed_everything
 from verl.controller import Place, broadcast, dispatch, gather, join, split_first, split_rows
 from verl.engines.base import TrainingEngine
+from verl.engines.checkpoint_parts import is_first_rank
 from verl.engines.mesh import Mesh
 from verl.engines.snapshot import Snapshot
 from verl.models.causal_lm import CausalLM
@@ -71,11 +72,11 @@ class EngineWorker:
     @dispatch(broadcast)
     def begin_weights(self, bucket_bytes: int) -> None:
         """Get ready to hand out all weights, whole, in buckets of about ``bucket_bytes``."""
-        self._buckets = _buckets(self.engine.named_full_tensors(), bucket_bytes)
+        self._buckets = _buckets(self.engine.named_full_tensors(), bucket_bytes, is_kept=is_first_rank())
 
     @dispatch(broadcast)
     def next_weights(self) -> Bucket:
-        """The next bucket, on the CPU; empty behind the last one."""
+        """The next bucket, on the CPU; empty behind the last one, and where nobody takes it: on ranks but the first."""
         return next(self._buckets, [])
 
     @dispatch(broadcast)
@@ -217,14 +218,16 @@ def _meet(place: Place) -> torch.device:
     return torch.device(place.device)
 
 
-def _buckets(tensors: Iterator[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
+def _buckets(tensors: Iterator[tuple[str, Tensor]], bucket_bytes: int, *, is_kept: bool) -> Iterator[Bucket]:
+    """Tensors that all ranks make together, bucket by bucket in step; ranks that keep none give empty ones."""
     bucket: Bucket = []
     size = 0
     for name, tensor in tensors:
-        if bucket and size + tensor.nbytes > bucket_bytes:
+        if size and size + tensor.nbytes > bucket_bytes:
             yield bucket
             bucket, size = [], 0
-        bucket.append((name, tensor.cpu()))
+        if is_kept:
+            bucket.append((name, tensor.cpu()))
         size += tensor.nbytes
-    if bucket:
+    if size:
         yield bucket
