@@ -6,6 +6,7 @@ beside an actor or alone. Each takes and gives columns of rows that are its own.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.utils.logging import disable_progress_bar
 from transformers.utils.logging import disable_progress_bar
 
 from verl.batch import Batch
@@ -212,6 +214,8 @@ _MAKE: dict[str, Callable[[EngineWorker, Recipe], Actor | Critic | Reference]] =
 
 def _meet(place: Place) -> torch.device:
     """The worker's device; its pool's process group is there afterwards."""
+    disable_progress_bar()  # as in the loop's process
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # a warning that concerns no user of ours
     disable_progress_bar()  # transformers' own bars would tear the run's
     if place.world_size > 1:
         join(place)
