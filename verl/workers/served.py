@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
-from transformers.utils.logging import disable_progress_bar
 
 from verl.batch import Batch
 from verl.common.background import Background
@@ -214,7 +213,6 @@ _MAKE: dict[str, Callable[[EngineWorker, Recipe], Actor | Critic | Reference]] =
 
 def _meet(place: Place) -> torch.device:
     """The worker's device; its pool's process group is there afterwards."""
-    disable_progress_bar()  # as in the loop's process
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # a warning that concerns no user of ours
     disable_progress_bar()  # transformers' own bars would tear the run's
     if place.world_size > 1:
