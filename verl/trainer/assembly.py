@@ -18,17 +18,21 @@ from transformers.utils.logging import disable_progress_bar
 from verl.algorithms.base import Algorithm
 from verl.common.errors import ConfigError
 from verl.common.seeding import seed_everything
-from verl.controller import Controller, WorkerGroup
+from verl.controller import Controller, ResourcePool, WorkerGroup
 from verl.data.loader import PromptLoader
 from verl.data.prompts import PromptDataset
 from verl.engines.mesh import Mesh, ParallelConfig
+from verl.engines.parallel import check_cuts
 from verl.hybrid_engine.colocated import SharedWeights
 from verl.models.attention import ATTENTION
 from verl.models.causal_lm import CausalLM
 from verl.models.loading import compute_dtype, outline_of
+from verl.models.networks import PolicyNetwork
 from verl.observe.flops import ModelShape
+from verl.observe.memory import peak_memory_bytes, reset_peak_memory
 from verl.rewards.runner import RewardRunner
 from verl.trainer.inputs import Given, Inputs, load_inputs, pick_device
+from verl.trainer.measures import Compute
 from verl.trainer.placement import PlacementConfig, launched_ranks, layout_of
 from verl.trainer.sections import OnPolicyRun
 from verl.workers.recipe import Recipe
@@ -46,7 +50,9 @@ class Parts:
     """Everything the loop uses.
 
     module      the policy's own, under this library's attention while a trainer runs; None where workers hold it
+    compute     what the actor trains on
     controller  of the workers; None where all is in this process
+    groups      of the workers
     """
 
     device: torch.device
@@ -63,8 +69,10 @@ class Parts:
     critic: Critic | None
     weights: SharedWeights | RemoteWeights
     shape: ModelShape
+    compute: Compute
     own_attention: str = ""
     controller: Controller | None = None
+    groups: list[WorkerGroup] = field(default_factory=list)
     passes: list[Any] = field(default_factory=list)
 
     def take_model(self) -> None:
@@ -78,6 +86,16 @@ class Parts:
             cast(Any, self.module).set_attn_implementation(self.own_attention)
         if self.controller is not None:
             self.controller.close()
+
+    def peak_memory_bytes(self) -> int:
+        """Most memory of one process that runs models, since the last call where it's a GPU's; begins a new peak."""
+        if self.groups:
+            asked = [group.peak_memory_bytes() for group in self.groups]
+            peaks: list[int] = [peak for handle in asked for peak in handle.get()]
+            return max(peaks)
+        peak = peak_memory_bytes(self.device)
+        reset_peak_memory(self.device)
+        return peak
 
     @property
     def trained_roles(self) -> list[Actor | Critic]:
@@ -104,8 +122,10 @@ class _Roles:
     reference: Reference | None
     weights: SharedWeights | RemoteWeights
     shape: ModelShape
+    compute: Compute
     own_attention: str = ""
     controller: Controller | None = None
+    groups: list[WorkerGroup] = field(default_factory=list)
 
 
 def assemble(config: OnPolicyRun, given: Given) -> Parts:
@@ -187,38 +207,42 @@ def _roles_here(config: OnPolicyRun, given: Given, recipe: Recipe, device: torch
         reference=reference,
         weights=SharedWeights(actor.engine, engine, lm.module),
         shape=ModelShape.of(module),
+        compute=Compute(device, 1),
         own_attention=own_attention,
     )
 
 
 def _roles_on_workers(config: OnPolicyRun, recipe: Recipe, controller: Controller) -> _Roles:
     """A worker group for each role, on the devices that ``placement`` names, and what stands for it here."""
-    placement = config.placement
+    placement, seed = config.placement, config.trainer.seed
+    outline = PolicyNetwork(CausalLM(outline_of(config.model, recipe.tokenizer)))
     kind: Any = {"auto": None, "cpu": "cpu"}.get(config.trainer.device, "cuda")
-    outline = outline_of(config.model, recipe.tokenizer)
-    device_type = "cuda" if kind == "cuda" or (kind is None and torch.cuda.is_available()) else "cpu"
-    algorithm = recipe.make_algorithm(compute_dtype(config.model.amp_dtype, torch.device(device_type)))
-    main = placement.pool(None, kind)
+    pools: dict[tuple[int, ...], ResourcePool] = {}
+
+    def pool(role: str) -> ResourcePool:
+        devices = placement.devices_of(role)
+        return pools.setdefault(devices, ResourcePool(devices, nodes=placement.nodes, kind=kind))
 
     def group(role: str, parallel: ParallelConfig) -> WorkerGroup:
-        own = getattr(placement, role, None)
-        pool = main if own is None else placement.pool(own, kind)
-        return controller.group(role, EngineWorker, pool, layout_of(parallel), role=role, recipe=recipe)
+        check_cuts(outline, parallel)
+        return controller.group(role, EngineWorker, pool(role), layout_of(parallel), role=role, recipe=recipe)
 
-    seed = config.trainer.seed
-    actor_engine = RemoteEngine(group("actor", config.actor.parallel), algorithm, Actor.writes)
+    actor_group = group("actor", config.actor.parallel)
+    device_name = actor_group.device_name().get()
+    device_type = "cpu" if device_name == "cpu" else "cuda"
+    algorithm = recipe.make_algorithm(compute_dtype(config.model.amp_dtype, torch.device(device_type)))
+    actor_engine = RemoteEngine(actor_group, algorithm, Actor.writes)
     actor = Actor(cast(Any, actor_engine), config.actor, algorithm, seed)
-    critic = reference = None
+    groups, critic, reference = [actor_group], None, None
     if "critic" in algorithm.needs:
-        engine = RemoteEngine(group("critic", config.critic.parallel), algorithm, Critic.writes)
-        critic = Critic(cast(Any, engine), config.critic, algorithm, seed)
+        groups.append(group("critic", config.critic.parallel))
+        critic = Critic(cast(Any, RemoteEngine(groups[-1], algorithm, Critic.writes)), config.critic, algorithm, seed)
     if "reference" in algorithm.needs:
-        engine = RemoteEngine(group("reference", config.reference.parallel), algorithm, Reference.writes)
-        reference = Reference(cast(Any, engine))
-    is_colocated = placement.rollout is None
-    pool = main if is_colocated else placement.pool(placement.rollout, kind)
-    rollout = RemoteRollout(controller.group("rollout", RolloutWorker, pool, recipe=recipe))
-    weights = RemoteWeights(actor_engine, rollout, is_colocated=is_colocated)
+        groups.append(group("reference", config.reference.parallel))
+        reference = Reference(cast(Any, RemoteEngine(groups[-1], algorithm, Reference.writes)))
+    groups.append(controller.group("rollout", RolloutWorker, pool("rollout"), recipe=recipe))
+    rollout = RemoteRollout(groups[-1])
+    weights = RemoteWeights(actor_engine, rollout, is_colocated=pool("rollout") is pool("actor"))
     weights.set_version(0)
     return _Roles(
         device=torch.device("cpu"),
@@ -229,8 +253,10 @@ def _roles_on_workers(config: OnPolicyRun, recipe: Recipe, controller: Controlle
         critic=critic,
         reference=reference,
         weights=weights,
-        shape=ModelShape.of(outline),
+        shape=ModelShape.of(outline.module),
+        compute=Compute(device_name, actor_group.grid.world_size),
         controller=controller,
+        groups=groups,
     )
 
 
@@ -259,8 +285,10 @@ def _parts(config: OnPolicyRun, inputs: Inputs, roles: _Roles) -> Parts:
         critic=roles.critic,
         weights=roles.weights,
         shape=roles.shape,
+        compute=roles.compute,
         own_attention=roles.own_attention,
         controller=roles.controller,
+        groups=roles.groups,
     )
     parts.passes = _passes(parts, roles.reference)
     return parts

@@ -1,13 +1,22 @@
-"""Numbers that every step reports about itself: lengths, truncation, throughput, memory."""
+"""Numbers that every step reports about itself: lengths, truncation, throughput."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
 from verl.batch import Batch, FinishReason
 from verl.engines.packing import row_lengths
 from verl.observe.flops import ModelShape, mfu, training_flops
-from verl.observe.memory import peak_memory_bytes
+
+
+@dataclass(frozen=True)
+class Compute:
+    """What a role computes on: ``num_devices`` like ``device``, which is one of this process, or the name of one."""
+
+    device: torch.device | str
+    num_devices: int
 
 
 def describe_responses(batch: Batch) -> dict[str, float]:
@@ -30,7 +39,7 @@ def throughput(
     timings: dict[str, float],
     shape: ModelShape,
     passes: int,
-    device: torch.device,
+    compute: Compute,
     trained: Batch | None = None,
 ) -> dict[str, float]:
     """Tokens a second of the step and of its phases, model FLOP utilisation where the device's peak is known.
@@ -38,6 +47,7 @@ def throughput(
     batch    all that was sampled
     timings  `timing/<phase>_s`, with generate, update_actor and step among them
     passes   times the actor trained on each token
+    compute  what it trained on
     trained  the rows that it trained on; None: all
     """
     new = int(batch.lengths("response_ids").sum())
@@ -48,8 +58,7 @@ def throughput(
         "perf/tokens_per_s": tokens / timings["timing/step_s"],
         "perf/rollout_tokens_per_s": new / timings["timing/generate_s"],
         "perf/train_tokens_per_s": passes * sum(rows) / timings["timing/update_actor_s"],
-        "perf/peak_memory_bytes": float(peak_memory_bytes(device)),
     }
     flops = passes * training_flops(shape, rows)
-    utilisation = mfu(flops, timings["timing/update_actor_s"], device)
+    utilisation = mfu(flops, timings["timing/update_actor_s"], compute.device, compute.num_devices)
     return measured if utilisation is None else measured | {"perf/actor_mfu": utilisation}

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.common.errors import ConfigError, RunIncomplete, StaleWeights
-from verl.observe.memory import reset_peak_memory
 from verl.observe.metrics import PhaseTimer
 from verl.observe.profiler import ProfileConfig, StepProfiler
 from verl.trainer.assembly import Parts, assemble
@@ -99,7 +98,11 @@ class PPOTrainer:
         self._asked = 0
         self._is_started = False
         self.profiler = StepProfiler(ProfileConfig(), config.trainer.output_dir, rank=0, total_steps=1)
-        restore(self)
+        try:
+            restore(self)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def last_step(self) -> int:
@@ -122,7 +125,6 @@ class PPOTrainer:
         """One step of the loop. Returns its metrics. Raises RunIncomplete when the data have ended."""
         self._start()
         parts, number, timer = self.parts, self.steps_done + 1, PhaseTimer()
-        reset_peak_memory(parts.device)
         with self.interrupts.protected():  # a signal waits for the end of the step,
             with self.profiler.step(number), timer.phase("step"):
                 with self.interrupts.allowed():  # but not for what can be thrown away
@@ -220,7 +222,8 @@ class PPOTrainer:
     def _measured(self, sampled: Sampled, metrics: dict[str, float], timings: dict[str, float]) -> dict[str, float]:
         parts, everything = self.parts, sampled.everything
         passes = parts.actor.config.epochs_per_step
-        speed = throughput(everything, timings, parts.shape, passes, parts.device, trained=sampled.batch)
+        speed = throughput(everything, timings, parts.shape, passes, parts.compute, trained=sampled.batch)
+        speed["perf/peak_memory_bytes"] = float(parts.peak_memory_bytes())
         version = {"rollout/policy_version": float(everything["policy_version"].max())}
         return {**metrics, **describe_responses(everything), **version, **timings, **speed}
 

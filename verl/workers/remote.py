@@ -71,9 +71,7 @@ class RemoteEngine:
 
     def _order(self, batch: Batch) -> Tensor:
         """Rows in an order whose even cut gives the data-parallel ranks near-equal work."""
-        shards = balanced_shards(row_lengths(batch).tolist(), self.group.grid.dp_size)
-        shards.sort(key=len, reverse=True)  # as rows are cut: the first shards have one more
-        return torch.tensor([row for shard in shards for row in shard], dtype=torch.int64)
+        return torch.tensor(work_order(row_lengths(batch).tolist(), self.group.grid.dp_size), dtype=torch.int64)
 
 
 class RemoteSnapshot:
@@ -104,7 +102,7 @@ class RemoteRollout:
         if should_pause is not None:
             raise ConfigError("should_pause can't be asked from other processes: only an engine of this process can")
         responses: list[Response] = self.group.generate(list(requests)).get()
-        self.stats = _summed(self.group.stats().get())
+        self.stats = summed(self.group.stats().get())
         return responses
 
     def sleep(self) -> None:
@@ -162,7 +160,14 @@ class RemoteWeights:
         self._rollout.group.finish_weights(version).get()
 
 
-def _summed(stats: Sequence[RolloutStats]) -> RolloutStats:
+def work_order(lengths: Sequence[int], ranks: int) -> list[int]:
+    """Rows of these lengths in an order whose even cut into runs gives ``ranks`` near-equal work."""
+    shards = balanced_shards(lengths, ranks)
+    shards.sort(key=len, reverse=True)  # as rows are cut: the first shards have one more
+    return [row for shard in shards for row in shard]
+
+
+def summed(stats: Sequence[RolloutStats]) -> RolloutStats:
     """Counts of all ranks; seconds of the slowest."""
     extra: dict[str, float] = {}
     for one in stats:

@@ -7,6 +7,7 @@ beside an actor or alone. Each takes and gives columns of rows that are its own.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -114,9 +115,12 @@ class EngineWorker:
     @dispatch(gather)
     def peak_memory_bytes(self) -> int:
         """Peak memory of this rank since the last call."""
-        peak = peak_memory_bytes(self.device)
-        reset_peak_memory(self.device)
-        return peak
+        return _peak_memory_bytes(self.device)
+
+    @dispatch(broadcast)
+    def device_name(self) -> str:
+        """ "cpu", or the name of the GPU."""
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
 
 
 class RolloutWorker:
@@ -177,6 +181,11 @@ class RolloutWorker:
         """Which weights it samples from."""
         return self.engine.policy_version
 
+    @dispatch(gather)
+    def peak_memory_bytes(self) -> int:
+        """Peak memory of this rank since the last call."""
+        return _peak_memory_bytes(self.device)
+
     @dispatch(broadcast)
     def sleep(self) -> None:
         """Give the cache's memory back."""
@@ -215,9 +224,18 @@ def _meet(place: Place) -> torch.device:
     """The worker's device; its pool's process group is there afterwards."""
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # a warning that concerns no user of ours
     disable_progress_bar()  # transformers' own bars would tear the run's
+    device = torch.device(place.device)
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.world_size))  # all ranks want the same cores
     if place.world_size > 1:
         join(place)
-    return torch.device(place.device)
+    return device
+
+
+def _peak_memory_bytes(device: torch.device) -> int:
+    peak = peak_memory_bytes(device)
+    reset_peak_memory(device)
+    return peak
 
 
 def _buckets(tensors: Iterator[tuple[str, Tensor]], bucket_bytes: int, *, is_kept: bool) -> Iterator[Bucket]:
