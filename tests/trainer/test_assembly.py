@@ -161,3 +161,18 @@ def test_the_users_model_is_given_back(tmp_path: Path) -> None:
     trainer.step()  # and taken again
     trainer.close()
     assert trainer.metrics["actor/rollout_log_prob_diff/max"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 doesn't divide the model's num_key_value_heads=1"),
+        ({"pipeline_parallel_size": 4}, "pipeline_parallel_size=4 is more than the model's 2 layers"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_is_refused_before_a_worker_starts(
+    tmp_path: Path, changes: dict[str, int], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("verl.controller.executors.processes.Processes.start", lambda *_: 1 / 0)
+    with pytest.raises(ConfigError, match=words):
+        parts_of(tmp_path, placement__devices=4, actor__parallel=changes)

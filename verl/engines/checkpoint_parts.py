@@ -208,7 +208,8 @@ def write_optimizer(folder: Path, state: OptimizerState, group: ProcessGroup | N
         with _dcp(folder):
             save(
                 dict(state.tensors),
-                storage_writer=FileSystemWriter(folder),
+                # no copying ahead: that would make a CUDA context of the first device on a thread which has no device
+                storage_writer=FileSystemWriter(folder, per_thread_copy_ahead=0),
                 process_group=group,
                 no_dist=not _is_distributed(),
             )

@@ -40,10 +40,12 @@ class ParallelConfig(Section):
 class Mesh:
     """This rank's place among all ranks.
 
-    device_mesh  the axes of ``AXES``, or None where there is one rank
+    device_mesh    the axes of ``AXES``, or None where there is one rank
+    sharding_mesh  its "dp" and "sp" axes as one
     """
 
     device_mesh: DeviceMesh | None = None
+    sharding_mesh: DeviceMesh | None = None
 
     @staticmethod
     def single() -> Mesh:
@@ -67,13 +69,12 @@ class Mesh:
             config.tensor_parallel_size,
         )
         mesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
-        mesh["dp", "sp"]._flatten(SHARDING_AXIS)
-        return Mesh(mesh)
+        return Mesh(mesh, mesh["dp", "sp"]._flatten(SHARDING_AXIS))
 
     def axis(self, name: str) -> DeviceMesh:
         """The one-dimensional mesh of this rank's peers along ``name`` ("dp", "pp", "sp", "tp" or "dp_sp")."""
-        assert self.device_mesh is not None, "one rank has no axes"
-        return self.device_mesh[name]
+        assert self.device_mesh is not None and self.sharding_mesh is not None, "one rank has no axes"
+        return self.sharding_mesh if name == SHARDING_AXIS else self.device_mesh[name]
 
     def size(self, axis: str) -> int:
         """Ranks along ``axis``; 1 without a mesh."""

@@ -13,11 +13,11 @@ from verl.common.errors import ConfigError
 from verl.engines.config import EngineConfig
 from verl.engines.fsdp import ShardedNetwork, Shards
 from verl.engines.masters import Masters
-from verl.engines.mesh import Mesh
+from verl.engines.mesh import Mesh, ParallelConfig
 from verl.engines.passes import OneStage
-from verl.engines.pipeline import Pipeline, Stage
+from verl.engines.pipeline import Pipeline, Stage, split_layers
 from verl.engines.sequence import SequenceParallelNetwork
-from verl.engines.tensor import apply_tensor_parallel
+from verl.engines.tensor import apply_tensor_parallel, tensor_cuts
 from verl.models.lora import has_adapter
 from verl.models.networks import Network
 
@@ -46,6 +46,17 @@ def parallelize(
     shards = Shards(sharded, mesh, device, stage.copies if stage else None) if is_trained else None
     whole = SequenceParallelNetwork(sharded, mesh) if mesh.sp_size > 1 else sharded
     return whole, shards, Pipeline(whole, stage, mesh, device, dtype) if stage else OneStage(whole)
+
+
+def check_cuts(network: Network, config: ParallelConfig) -> None:
+    """Raise ConfigError or UnsupportedModel, as ``parallelize`` would, for a model that ``config`` can't cut.
+
+    An outline of the network, on the meta device, is enough.
+    """
+    if config.tensor_parallel_size > 1:
+        tensor_cuts(network.lm, config.tensor_parallel_size)
+    if config.pipeline_parallel_size > 1:
+        split_layers(network, config.pipeline_parallel_size)
 
 
 def _check_adapter(network: Network, mesh: Mesh, label: str) -> None:

@@ -70,10 +70,19 @@ def apply_tensor_parallel(lm: CausalLM, mesh: Mesh) -> None:
     """
     if mesh.tp_size == 1:
         return
+    cuts = tensor_cuts(lm, mesh.tp_size)
+    parallelize_module(lm.backbone, mesh.axis("tp"), {name: STYLES[cut]() for name, cut in cuts.items()})
+
+
+def tensor_cuts(lm: CausalLM, size: int) -> dict[str, str]:
+    """Name in the backbone of each module that ``size`` ranks split -> its style. The module may be an outline.
+
+    Raises as ``apply_tensor_parallel``.
+    """
     config = lm.module.config.get_text_config()
     cuts = _cuts(lm, _plan(lm, config))
-    _check_widths(lm, config, cuts, mesh.tp_size)
-    parallelize_module(lm.backbone, mesh.axis("tp"), {name: STYLES[cut]() for name, cut in cuts.items()})
+    _check_widths(lm, config, cuts, size)
+    return cuts
 
 
 def _plan(lm: CausalLM, config: PretrainedConfig) -> dict[str, str]:

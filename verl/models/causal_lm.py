@@ -21,7 +21,8 @@ class CausalLM:
 
     Raises UnsupportedModel, by name, when the halves don't give the module's own logits (an output head with a step
     that we don't know would make the policy that learns another one than the module that is saved), and when a layer
-    mixes tokens by other means than this library's attention: rows would read their neighbours.
+    mixes tokens by other means than this library's attention: rows would read their neighbours. Of an outline, on the
+    meta device, there are no numbers to tell either by.
     """
 
     def __init__(self, module: PreTrainedModel) -> None:
@@ -37,7 +38,7 @@ class CausalLM:
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self.logit_scale = (getattr(config, "logit_scale", None) or 1.0) / getattr(config, "logits_scaling", 1.0)
         own = None
-        if module.config._attn_implementation != ATTENTION:
+        if module.config._attn_implementation != ATTENTION and not next(module.parameters()).is_meta:
             module.set_attn_implementation("eager")  # the definition: some kernels leave out a model's softcap
             try:
                 own = _own_forward(module, backbone)

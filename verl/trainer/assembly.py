@@ -105,8 +105,10 @@ def _parts(config: OnPolicyRun, inputs: Inputs, roles: Roles) -> Parts:
         critic=roles.critic,
         weights=sampler.weights,
         shape=roles.shape,
+        compute=roles.compute,
         own_attention=roles.own_attention,
         controller=roles.controller,
+        groups=roles.groups,
     )
     parts.passes = _passes(parts, roles.reference)
     return parts

@@ -44,7 +44,8 @@ class BaseTrainerConfig(Section):
     seed: int = Field(0, ge=0)
     """Every random draw of the run follows from it."""
     device: str = "auto"
-    """auto (a CUDA device if there is one), cpu, cuda or cuda:N."""
+    """auto (a CUDA device if there is one), cpu, cuda or cuda:N. Of workers the kind: auto (CUDA if there is one for
+    each), cpu or cuda; which ones says `placement`."""
     total_steps: int | None = Field(None, ge=1)
     """Steps of the run; null: as many as `epochs` make."""
     epochs: int | None = Field(None, ge=1)
@@ -207,7 +208,34 @@ class Run(Section):
 
     def conflicts(self) -> list[str]:
         """What two sections make impossible together; each line names both keys."""
-        return []
+        return _placement_conflicts(self)
+
+
+def _placement_conflicts(run: Run) -> list[str]:
+    """Parallel sizes, and keys for several ranks, that a role's devices have no room for."""
+    found = []
+    placement, device = run.placement, run.trainer.device
+    for role in run.roles():
+        section: EngineConfig = getattr(run, role)
+        ranks, each = len(placement.devices_of(role)) * placement.nodes, section.parallel.ranks_per_model
+        where = f"{placement.key_of(role)} ({ranks} device{'s' * (ranks > 1)})"
+        if ranks % each:
+            sizes = [f"{role}.parallel.{key}={size}" for key, size in section.parallel.model_dump().items() if size > 1]
+            found.append(
+                f"{' × '.join(sizes)} takes {each} ranks a model, which doesn't divide those of {where}: make them a "
+                f"multiple of {each}, or lower the sizes"
+            )
+        if section.offload_parameters and ranks == 1:
+            found.append(
+                f"{role}.offload_parameters=true needs several ranks, whose slices can lie in CPU memory, and there is "
+                f"one: set it to false, or raise {where}"
+            )
+    if placement.kind != "inprocess" and device.startswith("cuda:"):
+        found.append(
+            f"trainer.device={device} names one device, and placement.executor={placement.kind} has workers: name "
+            "theirs in placement.devices, and set trainer.device to cuda, cpu or auto"
+        )
+    return found
 
 
 def variant(value: Any, registry: Any, section: str) -> Any:

@@ -1,13 +1,22 @@
-"""Numbers that every step reports about itself: lengths, truncation, throughput, memory."""
+"""Numbers that every step reports about itself: lengths, truncation, throughput."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
 from verl.batch import Batch, FinishReason
 from verl.engines.packing import row_lengths
 from verl.observe.flops import ModelShape, mfu, training_flops
-from verl.observe.memory import peak_memory_bytes
+
+
+@dataclass(frozen=True)
+class Compute:
+    """What a role computes on: ``num_devices`` like ``device``, which is one of this process, or the name of one."""
+
+    device: torch.device | str
+    num_devices: int
 
 
 def describe_responses(batch: Batch) -> dict[str, float]:
@@ -30,7 +39,7 @@ def throughput(
     timings: dict[str, float],
     shape: ModelShape,
     passes: int,
-    device: torch.device,
+    compute: Compute,
     trained: Batch | None = None,
 ) -> dict[str, float]:
     """Tokens a second of the step and of its phases, model FLOP utilisation where the device's peak is known.
@@ -38,6 +47,7 @@ def throughput(
     batch    all that was sampled
     timings  `timing/<phase>_s`, with generate, update_actor and step among them
     passes   times the actor trained on each token
+    compute  what it trained on
     trained  the rows that it trained on; None: all
     """
     new = int(batch.lengths("response_ids").sum())
@@ -48,23 +58,19 @@ def throughput(
         "perf/rollout_tokens_per_s": new / timings["timing/generate_s"],
     }
     rows = batch if trained is None else trained
-    return measured | training_speed(rows, timings["timing/update_actor_s"], shape, passes, device)
+    return measured | training_speed(rows, timings["timing/update_actor_s"], shape, passes, compute)
 
 
-def training_speed(
-    batch: Batch, seconds: float, shape: ModelShape, passes: int, device: torch.device
-) -> dict[str, float]:
+def training_speed(batch: Batch, seconds: float, shape: ModelShape, passes: int, compute: Compute) -> dict[str, float]:
     """Tokens a second of an update on ``batch``, model FLOP utilisation where the device's peak is known.
 
     seconds  that the update took
     passes   times it trained on each token
+    compute  what it trained on
     """
     rows = row_lengths(batch).tolist()
-    measured = {
-        "perf/train_tokens_per_s": passes * sum(rows) / seconds,
-        "perf/peak_memory_bytes": float(peak_memory_bytes(device)),
-    }
-    utilisation = mfu(passes * training_flops(shape, rows), seconds, device)
+    measured = {"perf/train_tokens_per_s": passes * sum(rows) / seconds}
+    utilisation = mfu(passes * training_flops(shape, rows), seconds, compute.device, compute.num_devices)
     return measured if utilisation is None else measured | {"perf/actor_mfu": utilisation}
 
 

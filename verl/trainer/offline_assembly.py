@@ -110,8 +110,10 @@ def _parts(config: OfflineRun, inputs: OfflineInputs, roles: Roles) -> OfflinePa
         algorithm=roles.algorithm,
         actor=roles.actor,
         shape=roles.shape,
+        compute=roles.compute,
         own_attention=roles.own_attention,
         controller=roles.controller,
+        groups=roles.groups,
     )
     if "old_log_probs" in needs:
         parts.passes.append(roles.actor)

@@ -100,7 +100,7 @@ class OfflineTrainer(RunLoop[OfflineRunT, OfflineParts]):
         parts = self.parts
         (trained,) = parts.trained
         seconds = timings[f"timing/update_{trained.name}_s"]
-        speed = training_speed(batch, seconds, parts.shape, trained.config.epochs_per_step, parts.device)
+        speed = training_speed(batch, seconds, parts.shape, trained.config.epochs_per_step, parts.compute)
         tokens = float(batch.lengths("prompt_ids").sum() + batch.lengths("response_ids").sum())
         rate = {"perf/tokens": tokens, "perf/tokens_per_s": tokens / timings["timing/step_s"]}
         return {**describe_answers(batch), **rate, **speed}

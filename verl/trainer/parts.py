@@ -13,10 +13,12 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from verl.algorithms.base import Algorithm
-from verl.controller import Controller
+from verl.controller import Controller, WorkerGroup
 from verl.data.loader import Loader
 from verl.models.attention import ATTENTION
 from verl.observe.flops import ModelShape
+from verl.observe.memory import peak_memory_bytes, reset_peak_memory
+from verl.trainer.measures import Compute
 from verl.workers.trained import TrainedRole
 
 
@@ -35,7 +37,9 @@ class RunParts:
 
     module       the policy's own, under this library's attention while a trainer runs; None where workers hold it
     passes       roles that infer a column before the update, in order
+    compute      what the actor trains on
     controller   of the workers; None where all is in this process
+    groups       of the workers
     """
 
     device: torch.device
@@ -46,8 +50,10 @@ class RunParts:
     algorithm: Algorithm[Any]
     actor: TrainedRole
     shape: ModelShape
+    compute: Compute
     own_attention: str = ""
     controller: Controller | None = None
+    groups: list[WorkerGroup] = field(default_factory=list)
     passes: list[Any] = field(default_factory=list)
 
     def take_model(self) -> None:
@@ -65,6 +71,16 @@ class RunParts:
         self.give_model_back()
         if self.controller is not None:
             self.controller.close()
+
+    def peak_memory_bytes(self) -> int:
+        """Most memory of one process that runs models, since the last call where it's a GPU's; begins a new peak."""
+        if self.groups:
+            asked = [group.peak_memory_bytes() for group in self.groups]
+            peaks: list[int] = [peak for handle in asked for peak in handle.get()]
+            return max(peaks)
+        peak = peak_memory_bytes(self.device)
+        reset_peak_memory(self.device)
+        return peak
 
     @property
     def trained_roles(self) -> list[TrainedRole]:

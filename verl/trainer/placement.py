@@ -5,21 +5,28 @@ Numbers and names come in; pools and layouts for the controller go out. What tor
 
 from __future__ import annotations
 
+import itertools
 import os
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
 
 from verl.common.section import Section
-from verl.controller import Layout, ResourcePool, serve
+from verl.controller import Layout, serve
 from verl.engines.mesh import ParallelConfig
 
 Devices = int | list[int]
+OWN = ("critic", "reference", "rollout")
+"""Roles that may have devices of their own."""
 
 
 class PlacementConfig(Section):
-    """Which processes run which role. A role without devices of its own shares the actor's processes."""
+    """Which processes run which role. A role without devices of its own shares the actor's processes.
+
+    Numbers of devices take the lowest that no list names, the actor's first: `devices: 4, critic: 2` is six devices.
+    Roles with the same list share processes. On a CPU a device is only a process.
+    """
 
     executor: Literal["auto", "inprocess", "processes", "torchrun", "ray"] = "auto"
     """inprocess: one process. processes: workers on this machine. torchrun: the processes that torchrun started. ray: a
@@ -28,24 +35,33 @@ class PlacementConfig(Section):
     """Devices of the actor and of every role that has none of its own: how many a node, or which. null: one, or all
     that torchrun started."""
     critic: Devices | None = None
-    """The critic's own devices; null: the actor's."""
+    """The critic's own devices: how many, beside those of other roles, or which; null: the actor's."""
     reference: Devices | None = None
-    """The reference's own devices; null: the actor's."""
+    """The reference's own devices: how many, beside those of other roles, or which; null: the actor's."""
     rollout: Devices | None = None
-    """The rollout's own devices; null: the actor's, whose weights it then takes where they are."""
+    """The rollout's own devices, as above; null: the actor's, whose weights it then takes where they are."""
     nodes: int = Field(1, ge=1)
     """Machines, each with these devices; more than one needs ray."""
     call_timeout_s: float | None = Field(None, gt=0)
     """A call to a worker that takes longer ends the run; null: no limit."""
 
+    @field_validator("devices", *OWN)
+    @classmethod
+    def _some_devices(cls, value: Devices | None) -> Devices | None:
+        if isinstance(value, int) and value < 1:
+            raise ValueError(f"a role is on one device or more, got {value}")
+        if isinstance(value, list) and (not value or min(value) < 0 or len(set(value)) < len(value)):
+            raise ValueError(f"a list names each device once, numbered from 0, got {value}")
+        return value
+
     @model_validator(mode="after")
     def _executor_has_room(self) -> Self:
         if self.kind == "inprocess":
-            asked = [key for key in ("critic", "reference", "rollout") if getattr(self, key) is not None]
-            if self.num_devices > 1 or asked:
-                key = asked[0] if asked else "devices"
+            asked = [key for key in ("devices", *OWN) if getattr(self, key) not in (None, 1)]
+            asked += [key for key in OWN if getattr(self, key) == 1]
+            if asked:
                 raise ValueError(
-                    f"placement.executor=inprocess is one worker, and placement.{key} asks for others: set it to "
+                    f"placement.executor=inprocess is one worker, and placement.{asked[0]} asks for others: set it to "
                     "processes, torchrun or ray"
                 )
         if self.nodes > 1 and self.kind != "ray":
@@ -55,6 +71,8 @@ class PlacementConfig(Section):
                 f"placement.executor={self.kind} would leave {ranks - 1} of the {ranks} processes of torchrun without "
                 "work: set it to torchrun or auto, or start one process"
             )
+        if self.kind == "torchrun":
+            self._check_ranks()
         return self
 
     @property
@@ -64,26 +82,54 @@ class PlacementConfig(Section):
             return self.executor
         if launched_ranks() > 1:
             return "torchrun"
-        own = [self.critic, self.reference, self.rollout]
-        return "processes" if self.num_devices > 1 or any(x is not None for x in own) else "inprocess"
+        is_named = any(isinstance(value, list) for value in self._asked.values())
+        return "processes" if is_named or len(self._asked) > 1 or self.num_devices > 1 else "inprocess"
 
     @property
     def num_devices(self) -> int:
         """The actor's devices on a node."""
-        if self.devices is None:
-            return (launched_ranks() or 1) if self.executor in ("auto", "torchrun") else 1
-        return self.devices if isinstance(self.devices, int) else len(self.devices)
+        return len(self.devices_of("actor"))
 
-    def pool(self, devices: Devices | None, device_kind: Literal["cpu", "cuda"] | None) -> ResourcePool:
-        """A pool of these devices; None: the actor's."""
-        return ResourcePool(devices or self.devices or self.num_devices, nodes=self.nodes, kind=device_kind)
+    def devices_of(self, role: str) -> tuple[int, ...]:
+        """Indexes of the role's devices on each node."""
+        named = {index for value in self._asked.values() if isinstance(value, list) for index in value}
+        free = (index for index in itertools.count() if index not in named)
+        found = {
+            key: tuple(value) if isinstance(value, list) else tuple(itertools.islice(free, value))
+            for key, value in self._asked.items()
+        }
+        return found.get(role, found["devices"])
+
+    def key_of(self, role: str) -> str:
+        """The key that says where ``role`` is."""
+        return f"placement.{role}" if role in self._asked else "placement.devices"
 
     @property
     def idle_ranks(self) -> list[int]:
         """Processes that torchrun started and that no role is on."""
-        asked = [self.devices or self.num_devices, self.critic or 0, self.reference or 0, self.rollout or 0]
-        used = {rank for devices in asked for rank in (range(devices) if isinstance(devices, int) else devices)}
+        used = {rank for role in ("actor", *OWN) for rank in self.devices_of(role)}
         return [rank for rank in range(launched_ranks()) if rank not in used]
+
+    @property
+    def _asked(self) -> dict[str, Devices]:
+        """Key -> devices, the actor's first; without `devices` all that torchrun started and nobody else asks for."""
+        own: dict[str, Any] = {key: value for key in OWN if (value := getattr(self, key)) is not None}
+        if self.devices is not None:
+            return {"devices": self.devices, **own}
+        others = {index for value in own.values() if isinstance(value, list) for index in value}
+        taken = len(others) + sum(value for value in own.values() if isinstance(value, int))
+        ranks = launched_ranks() if self.executor in ("auto", "torchrun") else 1
+        return {"devices": max(1, ranks - taken), **own}
+
+    def _check_ranks(self) -> None:
+        """Raises ValueError for roles that share some ranks of torchrun and not others: a process is in one group."""
+        groups = {self.key_of(role): set(self.devices_of(role)) for role in ("actor", *OWN)}
+        for (key, one), (other_key, other) in itertools.combinations(groups.items(), 2):
+            if one & other and one != other:
+                raise ValueError(
+                    f"{key}={sorted(one)} and {other_key}={sorted(other)} share rank {min(one & other)} and not all of "
+                    "them: make them equal, or have no rank in common"
+                )
 
 
 def layout_of(parallel: ParallelConfig) -> Layout:

@@ -140,7 +140,7 @@ class PPOTrainer(RunLoop[OnPolicyRun, Parts]):
     def _measure(self, sampled: Sampled, timings: dict[str, float]) -> dict[str, float]:
         parts, everything = self.parts, sampled.everything
         passes = parts.actor.config.epochs_per_step
-        speed = throughput(everything, timings, parts.shape, passes, parts.device, trained=sampled.batch)
+        speed = throughput(everything, timings, parts.shape, passes, parts.compute, trained=sampled.batch)
         version = {"rollout/policy_version": float(everything["policy_version"].max())}
         return {**describe_responses(everything), **version, **speed}
 

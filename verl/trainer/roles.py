@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,15 +20,18 @@ from verl.algorithms.base import Algorithm
 from verl.common.errors import ConfigError
 from verl.common.files import folder_written_aside
 from verl.common.seeding import seed_everything
-from verl.controller import Controller, WorkerGroup
+from verl.controller import Controller, ResourcePool, WorkerGroup
 from verl.engines.mesh import Mesh, ParallelConfig
+from verl.engines.parallel import check_cuts
 from verl.hybrid_engine.colocated import SharedWeights
 from verl.models.attention import ATTENTION
 from verl.models.causal_lm import CausalLM
 from verl.models.loading import compute_dtype, outline_of
 from verl.models.lora import check_installed
+from verl.models.networks import PolicyNetwork
 from verl.observe.flops import ModelShape
 from verl.trainer.base_sections import GIVEN, Run
+from verl.trainer.measures import Compute
 from verl.trainer.placement import PlacementConfig, launched_ranks, layout_of
 from verl.workers.recipe import Recipe, learner
 from verl.workers.reference import BaseReference, Reference
@@ -59,8 +62,10 @@ class Roles:
     reference: Reference | None
     sampler: Sampler | None
     shape: ModelShape
+    compute: Compute
     own_attention: str = ""
     controller: Controller | None = None
+    groups: list[WorkerGroup] = field(default_factory=list)
 
 
 def check_placement(config: Run, model: PreTrainedModel | None) -> None:
@@ -152,39 +157,46 @@ def _roles_here(config: Run, model: PreTrainedModel | None, recipe: Recipe, devi
         reference=reference,
         sampler=sampler,
         shape=ModelShape.of(module),
+        compute=Compute(device, 1),
         own_attention=own_attention,
     )
 
 
 def _roles_on_workers(config: Run, recipe: Recipe, controller: Controller) -> Roles:
     """A worker group for each role, on the devices that ``placement`` names, and what stands for it here."""
-    placement = config.placement
+    placement, seed = config.placement, config.trainer.seed
+    outline = PolicyNetwork(CausalLM(outline_of(config.model, recipe.tokenizer)))
     kind: Any = {"auto": None, "cpu": "cpu"}.get(config.trainer.device, "cuda")
-    outline = outline_of(config.model, recipe.tokenizer)
-    device_type = "cuda" if kind == "cuda" or (kind is None and torch.cuda.is_available()) else "cpu"
-    algorithm = recipe.make_algorithm(compute_dtype(config.model.amp_dtype, torch.device(device_type)))
-    main = placement.pool(None, kind)
+    pools: dict[tuple[int, ...], ResourcePool] = {}
+
+    def pool(role: str) -> ResourcePool:
+        devices = placement.devices_of(role)
+        return pools.setdefault(devices, ResourcePool(devices, nodes=placement.nodes, kind=kind))
 
     def group(role: str, parallel: ParallelConfig) -> WorkerGroup:
-        own = getattr(placement, role, None)
-        pool = main if own is None else placement.pool(own, kind)
-        return controller.group(role, EngineWorker, pool, layout_of(parallel), role=role, recipe=recipe)
+        check_cuts(outline, parallel)
+        return controller.group(role, EngineWorker, pool(role), layout_of(parallel), role=role, recipe=recipe)
 
-    seed = config.trainer.seed
-    actor_engine = RemoteEngine(group("actor", recipe.actor.parallel), algorithm, learner(algorithm).writes)
-    actor = learner(algorithm)(cast(Any, actor_engine), config.actor, algorithm, seed)
-    critic = reference = None
+    actor_group = group("actor", recipe.actor.parallel)
+    device_name = actor_group.device_name().get()
+    device_type = "cpu" if device_name == "cpu" else "cuda"
+    algorithm = recipe.make_algorithm(compute_dtype(config.model.amp_dtype, torch.device(device_type)))
+    actor_engine = RemoteEngine(actor_group, algorithm, learner(algorithm).writes)
+    actor = learner(algorithm)(cast(Any, actor_engine), recipe.actor, algorithm, seed)
+    groups, critic, reference, sampler = [actor_group], None, None, None
     if "critic" in algorithm.needs:
-        engine = RemoteEngine(group("critic", recipe.critic.parallel), algorithm, Critic.writes)
-        critic = Critic(cast(Any, engine), recipe.critic, algorithm, seed)
-    if "reference" in algorithm.needs:
-        reference = Reference(cast(Any, _reference_engine(config, recipe, algorithm, actor_engine, group)))
-    sampler = None
+        groups.append(group("critic", recipe.critic.parallel))
+        critic = Critic(cast(Any, RemoteEngine(groups[-1], algorithm, Critic.writes)), recipe.critic, algorithm, seed)
+    if "reference" in algorithm.needs and config.model.lora is not None:  # the actor's workers, with the adapter off
+        base = RemoteEngine(actor_group, algorithm, Reference.writes, infer=actor_group.infer_base)
+        reference = Reference(cast(Any, base))
+    elif "reference" in algorithm.needs:
+        groups.append(group("reference", recipe.reference.parallel))
+        reference = Reference(cast(Any, RemoteEngine(groups[-1], algorithm, Reference.writes)))
     if recipe.rollout is not None:
-        is_colocated = placement.rollout is None
-        pool = main if is_colocated else placement.pool(placement.rollout, kind)
-        rollout = RemoteRollout(controller.group("rollout", RolloutWorker, pool, recipe=recipe))
-        weights = RemoteWeights(actor_engine, rollout, is_colocated=is_colocated)
+        groups.append(controller.group("rollout", RolloutWorker, pool("rollout"), recipe=recipe))
+        rollout = RemoteRollout(groups[-1])
+        weights = RemoteWeights(actor_engine, rollout, is_colocated=pool("rollout") is pool("actor"))
         weights.set_version(0)
         sampler = Sampler(rollout, weights)
     return Roles(
@@ -195,22 +207,11 @@ def _roles_on_workers(config: Run, recipe: Recipe, controller: Controller) -> Ro
         critic=critic,
         reference=reference,
         sampler=sampler,
-        shape=ModelShape.of(outline),
+        shape=ModelShape.of(outline.module),
+        compute=Compute(device_name, actor_group.grid.world_size),
         controller=controller,
+        groups=groups,
     )
-
-
-def _reference_engine(
-    config: Run,
-    recipe: Recipe,
-    algorithm: Algorithm[Any],
-    actor: RemoteEngine,
-    group: Callable[[str, ParallelConfig], WorkerGroup],
-) -> RemoteEngine:
-    """A group of its own, or, where the policy is an adapter, the actor's with that off."""
-    if config.model.lora is not None:
-        return RemoteEngine(actor.group, algorithm, Reference.writes, infer=actor.group.infer_base)
-    return RemoteEngine(group("reference", recipe.reference.parallel), algorithm, Reference.writes)
 
 
 def _policy_module(model: PreTrainedModel | None, recipe: Recipe, device: torch.device) -> PreTrainedModel:

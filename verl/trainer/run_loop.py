@@ -16,7 +16,6 @@ from typing_extensions import Self
 
 from verl.batch import Batch
 from verl.common.errors import ConfigError, NotFinite, RunIncomplete, StaleWeights
-from verl.observe.memory import reset_peak_memory
 from verl.observe.metrics import PhaseTimer
 from verl.observe.profiler import ProfileConfig, StepProfiler
 from verl.trainer.base_sections import Run
@@ -119,7 +118,11 @@ class RunLoop(ABC, Generic[RunT, PartsT]):
         self._asked = 0
         self._is_started = False
         self.profiler = StepProfiler(ProfileConfig(), config.trainer.output_dir, rank=0, total_steps=1)
-        restore(self)
+        try:
+            restore(self)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def last_step(self) -> int:
@@ -142,13 +145,13 @@ class RunLoop(ABC, Generic[RunT, PartsT]):
         """One step of the loop. Returns its metrics. Raises RunIncomplete when the data have ended."""
         self._start()
         number, timer = self.steps_done + 1, PhaseTimer()
-        reset_peak_memory(self.parts.device)
         with self.interrupts.protected():  # a signal waits for the end of the step, but for what make_step allows
             with self.profiler.step(number), timer.phase("step"):
                 made = self._sound_step(number, timer)
                 self.steps_done, self.is_whole = number, True
             timings = timer.result()
-            self.metrics = {**made.metrics, **timings, **made.measure(timings)}
+            peak = {"perf/peak_memory_bytes": float(self.parts.peak_memory_bytes())}
+            self.metrics = {**made.metrics, **timings, **made.measure(timings), **peak}
             for callback in self.callbacks:
                 callback.on_step(self, made.batch, self.metrics)
         return self.metrics

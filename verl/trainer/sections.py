@@ -92,7 +92,7 @@ class OnPolicyRun(Run):
 
     def conflicts(self) -> list[str]:
         """As in Run."""
-        found = []
+        found = super().conflicts()
         algorithm, roles = ALGORITHMS.load(self.algorithm.name), self.roles()
         if self.trainer.group_size < algorithm.min_group_size:
             found.append(

@@ -83,11 +83,7 @@ class RemoteEngine:
         return sum(self.group.checkpoint_bytes().get())
 
     def _shards(self, batch: Batch) -> list[list[int]]:
-        """The rows of each data-parallel rank: near-equal work, what is compared on one rank, the larger shards first
-        as an even cut of rows has them."""
-        units = kept_together(batch)
-        shards = rows_of(units, balanced_shards(unit_lengths(batch, units), self.group.grid.dp_size))
-        return sorted(shards, key=len, reverse=True)
+        return work_shards(batch, self.group.grid.dp_size)
 
 
 class RemoteSnapshot:
@@ -118,7 +114,7 @@ class RemoteRollout:
         if should_pause is not None:
             raise ConfigError("should_pause can't be asked from other processes: only an engine of this process can")
         responses: list[Response] = self.group.generate(list(requests)).get()
-        self.stats = _summed(self.group.stats().get())
+        self.stats = summed(self.group.stats().get())
         return responses
 
     def sleep(self) -> None:
@@ -176,7 +172,15 @@ class RemoteWeights:
         self._rollout.group.finish_weights(version).get()
 
 
-def _summed(stats: Sequence[RolloutStats]) -> RolloutStats:
+def work_shards(batch: Batch, ranks: int) -> list[list[int]]:
+    """The rows of each of ``ranks`` data-parallel ranks: near-equal work, what is compared on one rank, the larger
+    shards first as an even cut of rows has them."""
+    units = kept_together(batch)
+    shards = rows_of(units, balanced_shards(unit_lengths(batch, units), ranks))
+    return sorted(shards, key=len, reverse=True)
+
+
+def summed(stats: Sequence[RolloutStats]) -> RolloutStats:
     """Counts of all ranks; seconds of the slowest."""
     extra: dict[str, float] = {}
     for one in stats:

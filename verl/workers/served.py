@@ -6,6 +6,8 @@ beside an actor or alone. Each takes and gives columns of rows that are its own.
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -21,6 +23,7 @@ from verl.common.errors import StaleWeights
 from verl.common.seeding import seed_everything
 from verl.controller import Place, broadcast, dispatch, gather, join, split_first, split_rows
 from verl.engines.base import TrainingEngine
+from verl.engines.checkpoint_parts import is_first_rank
 from verl.engines.mesh import Mesh
 from verl.engines.snapshot import Snapshot
 from verl.models.causal_lm import CausalLM
@@ -80,11 +83,11 @@ class EngineWorker:
     @dispatch(broadcast)
     def begin_weights(self, bucket_bytes: int) -> None:
         """Get ready to hand out all weights, whole, in buckets of about ``bucket_bytes``."""
-        self._buckets = _buckets(self.engine.named_full_tensors(), bucket_bytes)
+        self._buckets = _buckets(self.engine.named_full_tensors(), bucket_bytes, is_kept=is_first_rank())
 
     @dispatch(broadcast)
     def next_weights(self) -> Bucket:
-        """The next bucket, on the CPU; empty behind the last one."""
+        """The next bucket, on the CPU; empty behind the last one, and where nobody takes it: on ranks but the first."""
         return next(self._buckets, [])
 
     @dispatch(broadcast)
@@ -126,9 +129,12 @@ class EngineWorker:
     @dispatch(gather)
     def peak_memory_bytes(self) -> int:
         """Peak memory of this rank since the last call."""
-        peak = peak_memory_bytes(self.device)
-        reset_peak_memory(self.device)
-        return peak
+        return _peak_memory_bytes(self.device)
+
+    @dispatch(broadcast)
+    def device_name(self) -> str:
+        """ "cpu", or the name of the GPU."""
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
 
 
 class RolloutWorker:
@@ -189,6 +195,11 @@ class RolloutWorker:
         """Which weights it samples from."""
         return self.engine.policy_version
 
+    @dispatch(gather)
+    def peak_memory_bytes(self) -> int:
+        """Peak memory of this rank since the last call."""
+        return _peak_memory_bytes(self.device)
+
     @dispatch(broadcast)
     def sleep(self) -> None:
         """Give the cache's memory back."""
@@ -225,20 +236,32 @@ _MAKE: dict[str, Callable[[EngineWorker, Recipe], TrainedRole | Reference]] = {
 
 def _meet(place: Place) -> torch.device:
     """The worker's device; its pool's process group is there afterwards."""
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # a warning that concerns no user of ours
     disable_progress_bar()  # transformers' own bars would tear the run's
+    device = torch.device(place.device)
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.world_size))  # all ranks want the same cores
     if place.world_size > 1:
         join(place)
-    return torch.device(place.device)
+    return device
 
 
-def _buckets(tensors: Iterator[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
+def _peak_memory_bytes(device: torch.device) -> int:
+    peak = peak_memory_bytes(device)
+    reset_peak_memory(device)
+    return peak
+
+
+def _buckets(tensors: Iterator[tuple[str, Tensor]], bucket_bytes: int, *, is_kept: bool) -> Iterator[Bucket]:
+    """Tensors that all ranks make together, bucket by bucket in step; ranks that keep none give empty ones."""
     bucket: Bucket = []
     size = 0
     for name, tensor in tensors:
-        if bucket and size + tensor.nbytes > bucket_bytes:
+        if size and size + tensor.nbytes > bucket_bytes:
             yield bucket
             bucket, size = [], 0
-        bucket.append((name, tensor.cpu()))
+        if is_kept:
+            bucket.append((name, tensor.cpu()))
         size += tensor.nbytes
-    if bucket:
+    if size:
         yield bucket
