@@ -1,4 +1,4 @@
-"""DPO and KTO raise the margin of answers that they were not trained on: even numbers are to be preferred to odd ones."""
+"""DPO and KTO raise the margin of answers that they were not trained on: even numbers are preferred to odd ones."""
 
 from __future__ import annotations
 
