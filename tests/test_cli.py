@@ -20,7 +20,7 @@ from tests.tiny import tiny_folder, tiny_model, word_tokenizer
 from tests.trainer.runs import REWARDS, checkpoints_of, config_file, metrics_of, prompts, write_jsonl
 from tests.trainer.runs import verl as verl_process
 from verl.cli import main
-from verl.trainer import assembly
+from verl.workers import recipe
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -51,7 +51,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*_: Any) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr(assembly, "load_model", load)
+    monkeypatch.setattr(recipe, "load_model", load)
 
 
 def refused(command: Command, *words: object) -> str:
