@@ -1,7 +1,7 @@
 """Writes ``docs/config.md`` from the declared sections; with ``--check``, only says whether the page is up to date.
 
-In come the pydantic sections of a run and of every algorithm and rollout engine; out goes one table a section, with
-type, default and the docstring of each key. Knows nothing of what a key does.
+In come the pydantic sections of every kind of run and of every algorithm and rollout engine; out goes one table a
+section, with type, default and the docstring of each key. Knows nothing of what a key does.
 """
 
 from __future__ import annotations
@@ -17,13 +17,18 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from verl.algorithms import ALGORITHMS
+from verl.algorithms.clipped_policy import RatioPolicyConfig
 from verl.common.registry import Registry
 from verl.rollout import ROLLOUT_ENGINES
+from verl.trainer.base_sections import Run
+from verl.trainer.families import RUNS
 from verl.trainer.sections import OnPolicyRun
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "config.md"
 VARIANTS: dict[str, Registry] = {"algorithm": ALGORITHMS, "rollout": ROLLOUT_ENGINES}
 """Sections whose keys depend on their ``name``."""
+KINDS: dict[str, type[Run]] = {family: RUNS.load(family) for family in RUNS}
+"""Every kind of run by its family, the on-policy one first."""
 
 _WORDS = {int: "integer", float: "number", str: "text", bool: "true or false", Path: "path", Any: "anything"}
 _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
@@ -32,7 +37,8 @@ _HEAD = """# Configuration
 Every key of a run: {count} in all. This page is generated from the code (`make docs`); `make check` fails when it is
 out of date.
 
-A run is a YAML file with the sections below, or the same names passed to `PPOTrainer`. Words of the form
+A run is a YAML file with the sections below, or the same names passed to its trainer. `algorithm.name` decides the kind
+of run ({kinds}); a section or key that only some kinds have says which. Words of the form
 `key.path=value` on the command line win over the file. A key that isn't on this page is an error that names the nearest
 one that is; so are a wrong type, a key given twice, and sizes that can't be together. A key that is right but has no
 effect beside the others is named in a warning. All of this happens before a model is loaded, and `verl train <config>
@@ -55,12 +61,15 @@ class Key:
 
 
 def keys_of(section: type[BaseModel], prefix: str = "") -> list[Key]:
-    """The keys of ``section`` and, dotted, of the sections in it; an inner section itself is no key."""
+    """The keys of ``section`` and, dotted, of the sections in it; one that may be null is a key too."""
     found: list[Key] = []
     for name, field in section.model_fields.items():
         spelling = prefix + (field.validation_alias if isinstance(field.validation_alias, str) else name)
-        inner = _inner_section(field.annotation)
-        if inner is not None:
+        inner, optional = _inner_section(field.annotation), _optional_section(field.annotation)
+        if optional is not None:
+            meaning = " ".join((field.description or "").split())
+            found += [Key(spelling, "a section or null", _default(field), meaning), *keys_of(optional, spelling + ".")]
+        elif inner is not None:
             found += _with_defaults(keys_of(inner, spelling + "."), field, spelling)
         else:
             meaning = " ".join((field.description or "").split())
@@ -69,42 +78,78 @@ def keys_of(section: type[BaseModel], prefix: str = "") -> list[Key]:
 
 
 def variant_keys(section: str) -> tuple[list[Key], dict[str, list[Key]]]:
-    """Keys that all variants of ``section`` share, and each variant's own: what others lack or default otherwise."""
+    """Keys that variants of ``section`` share, and each variant's own: what others lack or default otherwise.
+
+    Of algorithms those share that have a ratio of policies; the others have keys of their own only.
+    """
     tables = {name: keys_of(VARIANTS[section].load(name).Config) for name in VARIANTS[section]}
     base = _inner_section(OnPolicyRun.model_fields[section].annotation)
     assert base is not None
-    common = [key for key in next(iter(tables.values())) if all(key in keys for keys in tables.values())]
+    sharing = [tables[name] for name in sharing_variants(section)]
+    common = [key for key in sharing[0] if all(key in keys for keys in sharing)]
     shared = common if len(tables) > 1 else [key for key in common if key in keys_of(base)]
     shared = [key for key in shared if key.name != "name"]
     return shared, {n: [k for k in keys if k not in shared and k.name != "name"] for n, keys in tables.items()}
 
 
+def sharing_variants(section: str) -> list[str]:
+    """The variants of ``section`` that have its shared keys."""
+    names = list(VARIANTS[section])
+    if section != "algorithm":
+        return names
+    return [name for name in names if issubclass(VARIANTS[section].load(name).Config, RatioPolicyConfig)]
+
+
+def sections() -> dict[str, dict[str, FieldInfo]]:
+    """Every section -> the kinds of run that have it, and how."""
+    names = dict.fromkeys(name for kind in KINDS.values() for name in kind.model_fields)
+    return {
+        name: {family: kind.model_fields[name] for family, kind in KINDS.items() if name in kind.model_fields}
+        for name in names
+    }
+
+
+def kind_keys(section: str) -> list[tuple[list[str], list[Key]]]:
+    """Keys of ``section`` by the kinds of run that have them alike: those of most kinds first."""
+    kinds: dict[Key, list[str]] = {}
+    for family, field in sections()[section].items():
+        inner = _inner_section(field.annotation)
+        assert inner is not None
+        for key in keys_of(inner):
+            kinds.setdefault(key, []).append(family)
+    groups: dict[tuple[str, ...], list[Key]] = {}
+    for key, families in kinds.items():
+        groups.setdefault(tuple(families), []).append(key)
+    return [(list(families), keys) for families, keys in sorted(groups.items(), key=lambda group: -len(group[0]))]
+
+
 def all_keys() -> list[str]:
-    """Every dotted key that a user may type, each once, whichever variants know it."""
+    """Every dotted key that a user may type, each once, whichever variants and kinds of run know it."""
     found: list[str] = []
-    for section, field in OnPolicyRun.model_fields.items():
+    for section in sections():
         if section in VARIANTS:
             shared, own = variant_keys(section)
             names = ["name", *(key.name for key in shared), *(key.name for keys in own.values() for key in keys)]
         else:
-            inner = _inner_section(field.annotation)
-            assert inner is not None
-            names = [key.name for key in keys_of(inner)]
+            names = [key.name for _, keys in kind_keys(section) for key in keys]
         found += [f"{section}.{name}" for name in names]
     return list(dict.fromkeys(found))
 
 
 def page() -> str:
     """The whole page as Markdown."""
-    parts = [_HEAD.format(count=len(all_keys()))]
-    for section, field in OnPolicyRun.model_fields.items():
-        parts.append(f"## {section}\n\n{_sentence(field)}\n")
+    kinds = ", ".join(f"`{family}`" for family in KINDS)
+    parts = [_HEAD.format(count=len(all_keys()), kinds=kinds)]
+    for section, fields in sections().items():
+        only = "" if len(fields) == len(KINDS) else f" {_of_kinds(list(fields))}"
+        parts.append(f"## {section}\n\n{_sentence(next(iter(fields.values())))}{only}\n")
         if section in VARIANTS:
             parts += _variant_parts(section)
-        else:
-            inner = _inner_section(field.annotation)
-            assert inner is not None
-            parts.append(_table(section, keys_of(inner)))
+            continue
+        for families, keys in kind_keys(section):
+            if len(families) < len(fields):
+                parts.append(f"{_of_kinds(families)}\n")
+            parts.append(_table(section, keys))
     return "\n".join(parts)
 
 
@@ -130,10 +175,18 @@ def _variant_parts(section: str) -> Iterator[str]:
     assert base is not None
     default = _default(base.model_fields["name"])
     row = Key("name", names, default, "Which one. Its keys are those below and its own.")
-    yield _table(section, [row, *shared])
+    yield _table(section, [row])
+    having = sharing_variants(section)
+    if shared:
+        yield f"Shared by {', '.join(f'`{name}`' for name in having)}:\n" if len(having) > 1 else ""
+        yield _table(section, shared)
     for name, keys in own.items():
         yield f"### {section}.name: {name}\n"
         yield _table(section, keys) if keys else "No keys of its own.\n"
+
+
+def _of_kinds(families: list[str]) -> str:
+    return f"Of {', '.join(f'`{family}`' for family in families)} runs:"
 
 
 def _table(section: str, keys: list[Key]) -> str:
@@ -172,6 +225,13 @@ def _inner_section(annotation: Any) -> type[BaseModel] | None:
     while hasattr(annotation, "__metadata__"):
         annotation = get_args(annotation)[0]
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+def _optional_section(annotation: Any) -> type[BaseModel] | None:
+    """The section of ``Section | None``."""
+    options = [_inner_section(option) for option in get_args(annotation) if option is not types.NoneType]
+    is_optional = get_origin(annotation) in (Union, types.UnionType) and types.NoneType in get_args(annotation)
+    return options[0] if is_optional and len(options) == 1 else None
 
 
 def _default(field: FieldInfo) -> str:

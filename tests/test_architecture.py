@@ -50,9 +50,12 @@ WITHOUT_TEST_FILE = {
     "workers/reference",
     "trainer/run_in_progress",
     *(f"trainer/{name}" for name in ("assembly", "callbacks", "inference", "inputs", "launch", "measures", "sections")),
+    # what is common to the trainers, through each of them: tests/trainer/test_{ppo,preference,sft}_trainer.py
+    *(f"trainer/{name}" for name in ("base_sections", "offline_assembly", "offline_trainer", "parts", "roles")),
+    "trainer/run_loop",
 }
 """Modules that are tested from another file than their own."""
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_CONFIG_KEYS = 600, 100, 150
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_CONFIG_KEYS = 600, 100, 200
 
 
 @cache

@@ -28,8 +28,11 @@ from verl.bench.rollout_config import RolloutBench
 from verl.cli import app
 from verl.common.errors import ConfigError
 from verl.common.section import key_paths
+from verl.trainer.base_sections import Run
+from verl.trainer.families import run_class
 from verl.trainer.ppo_trainer import PPOTrainer
-from verl.trainer.sections import OnPolicyRun
+from verl.trainer.preference_trainer import PreferenceTrainer
+from verl.trainer.run_loop import RunLoop
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -99,18 +102,19 @@ def test_python_blocks_run(path: Path, workplace: Path) -> None:
         code = compile("\n" * (block.line - 1) + block.text, str(path), "exec")
         if not block.rest.startswith("no-run"):
             exec(code, namespace)
-    trainers = [value for value in namespace.values() if isinstance(value, PPOTrainer)]
+    trainers = [value for value in namespace.values() if isinstance(value, RunLoop)]
     for trainer in trainers:
         assert trainer.steps_done > 0
         trainer.close()
 
 
-def as_run(text: str) -> OnPolicyRun:
+def as_run(text: str) -> Run:
     """A run made of the sections in ``text`` and the least of the others."""
     least = {"model": {"path": "m"}, "data": {"train": "d"}, "reward": {"name": "exact"}, "algorithm": {"name": "grpo"}}
-    given = OmegaConf.to_container(OmegaConf.create(text))
+    given: Any = OmegaConf.to_container(OmegaConf.create(text))
     assert isinstance(given, Mapping)
-    return OnPolicyRun.parse({**least, "rollout": {}, **given})
+    kind = run_class({**least, **given}["algorithm"]["name"])
+    return kind.parse({name: keys for name, keys in {**least, **given}.items() if name in {*kind.model_fields, *given}})
 
 
 @pytest.mark.parametrize("path", with_blocks("yaml"))
@@ -234,8 +238,8 @@ def test_readme_has_the_field_table() -> None:
 
 def test_readme_has_the_loop() -> None:
     """Its calls are those of the step, in the same order; the step may have more around them."""
-    text = next(b.text for b in blocks(ROOT / "README.md", "python") if "body of PPOTrainer.step" in b.rest)
-    shown, real = calls(text), iter(calls(textwrap.dedent(inspect.getsource(PPOTrainer.step))))
+    text = next(b.text for b in blocks(ROOT / "README.md", "python") if "body of PPOTrainer.make_step" in b.rest)
+    shown, real = calls(text), iter(calls(textwrap.dedent(inspect.getsource(PPOTrainer.make_step))))
     assert len(shown) >= 6
     assert [call for call in shown if call not in real] == []
 
@@ -343,6 +347,14 @@ def one_step_runs(folder: Path) -> Iterator[Path]:
         made.run(num_steps=1)
         made.close()
         yield folder / algorithm["name"]
+    judged = [{"prompt": f"{i}+1=", "chosen": "12", "rejected": "3", "response": "4", "label": i % 2} for i in range(6)]
+    data = {"train": judged, "max_prompt_tokens": 8, "max_response_tokens": 4}
+    for name in ("dpo", "kto"):
+        keys: dict[str, Any] = {"algorithm": name, "trainer": {"output_dir": str(folder / name), "device": "cpu"}}
+        offline = PreferenceTrainer(common["model"], data, val=judged, track=common["track"], **keys)
+        offline.run(num_steps=1)
+        offline.close()
+        yield folder / name
 
 
 @pytest.fixture(scope="module")
@@ -372,8 +384,9 @@ def test_run_directory_and_lines_of_samples_are_described(runs: list[Path]) -> N
         word for cell in re.findall(r"^\| (`[^|]+) \|", table, re.MULTILINE) for word in re.findall(r"\w+", cell)
     }
     for run in runs:
-        sample = (run / "rollouts" / "step_000001.jsonl").read_text(encoding="utf-8").splitlines()[0]
-        assert json.loads(sample).keys() == described
+        if (run / "rollouts").exists():
+            sample = (run / "rollouts" / "step_000001.jsonl").read_text(encoding="utf-8").splitlines()[0]
+            assert json.loads(sample).keys() == described
         shown = {path.name for path in run.iterdir() if not path.name.startswith(".")}
         assert [name for name in shown if not re.search(rf"^  {re.escape(name)}\b", text, re.MULTILINE)] == []
 

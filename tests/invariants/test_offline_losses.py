@@ -1,4 +1,5 @@
-"""SFT and reward-model updates don't depend on micro-batches, ranks or how a rank's part of a model is made.
+"""Updates on given answers (SFT, reward model, DPO, KTO) don't depend on micro-batches, ranks or how a rank's part of a
+model is made.
 
 Each case makes three updates on the same rows in one piece on one rank, and cut otherwise; loss, gradient norm and what
 the model says of the rows afterwards are compared. Pairs lie apart in the batch and are of unequal lengths.
@@ -16,6 +17,8 @@ from tests.batches import sampled_batch
 from tests.ranks import run_ranks
 from tests.tiny import tiny_model
 from verl.algorithms.bradley_terry import BradleyTerry, BradleyTerryConfig
+from verl.algorithms.dpo import DPO, DPOConfig
+from verl.algorithms.kto import KTO, KTOConfig
 from verl.algorithms.sft import SFT, SFTConfig
 from verl.batch import Batch
 from verl.engines.base import TrainingEngine
@@ -28,7 +31,14 @@ from verl.models.networks import PolicyNetwork, ScoreNetwork
 CPU = torch.device("cpu")
 PROMPTS, RESPONSES = [3, 5, 1, 7, 2, 4, 6, 2], [4, 1, 6, 2, 9, 3, 0, 1]
 PAIRS, IS_CHOSEN = [4, 9, 6, 4, 9, 6, 2, 2], [1, 0, 0, 0, 1, 1, 1, 0]
-KINDS = ("sft", "bradley_terry")
+LOSSES: dict[str, Any] = {
+    "sft": SFT(SFTConfig()),
+    "bradley_terry": BradleyTerry(BradleyTerryConfig(centre_coef=0.01)),
+    "dpo": DPO(DPOConfig()),
+    "ipo": DPO(DPOConfig(loss="ipo")),
+    "kto": KTO(KTOConfig(undesirable_weight=0.5)),
+}
+KINDS = tuple(LOSSES)
 BUDGETS = (4096, 24, 8)
 CUTS: dict[str, dict[str, int]] = {
     "dp2": {},
@@ -46,6 +56,9 @@ def rows() -> Batch:
     mask = batch["response_mask"].clone()
     mask[1] = False
     batch.put("response_mask", mask)
+    generator = torch.Generator().manual_seed(3)
+    batch.put("ref_log_probs", -3 * torch.rand(sum(RESPONSES), generator=generator))
+    batch.put("kl_estimate", torch.full((len(PROMPTS),), 0.3))
     return batch
 
 
@@ -53,21 +66,21 @@ def updates(kind: str, budget: int, mesh: Mesh) -> dict[str, Any]:
     """Metrics of three updates, and what the model then says of this rank's rows, by their numbers."""
     config = TrainedConfig(optim=OptimConfig(lr=1e-3), max_tokens_per_micro_batch=budget)
     module = tiny_model("llama", shape={"num_key_value_heads": 2})
-    network: Any = PolicyNetwork(CausalLM(module)) if kind == "sft" else ScoreNetwork(CausalLM(module))
+    is_scored = kind == "bradley_terry"
+    network: Any = ScoreNetwork(CausalLM(module)) if is_scored else PolicyNetwork(CausalLM(module))
     engine = TrainingEngine(network, config, CPU, kind, mesh)
-    sft, pairs = SFT(SFTConfig()), BradleyTerry(BradleyTerryConfig(centre_coef=0.01))
     batch = rows()
     units = kept_together(batch)
     own = rows_of(units, balanced_shards(unit_lengths(batch, units), mesh.dp_size))[mesh.dp_rank]
     part = batch.select(own)
 
     def loss(outputs: Any, columns: Any) -> Any:
-        if kind == "sft":
-            return sft.actor_loss(outputs["log_probs"], None, columns)
-        return pairs.score_loss(outputs["scores"], columns)
+        if is_scored:
+            return LOSSES[kind].score_loss(outputs["scores"], columns)
+        return LOSSES[kind].actor_loss(outputs["log_probs"], None, columns)
 
     metrics = [engine.update(part, loss, lr=1e-3).result() for _ in range(3)]
-    said = engine.infer(part, "log_probs" if kind == "sft" else "scores").split(part.lengths("response_ids").tolist())
+    said = engine.infer(part, "scores" if is_scored else "log_probs").split(part.lengths("response_ids").tolist())
     return {"metrics": metrics, "said": dict(zip(own, said, strict=True))}
 
 
@@ -112,6 +125,7 @@ def test_two_ranks_are_one(
 
 
 def test_something_is_learned_so_that_it_could_differ(whole: dict[str, dict[str, Any]]) -> None:
-    for kind, key in (("sft", "actor/loss"), ("bradley_terry", "reward_model/loss")):
+    for kind in KINDS:
+        key = "reward_model/loss" if kind == "bradley_terry" else "actor/loss"
         losses = [metrics[key] for metrics in whole[kind]["metrics"]]
         assert losses[2] < losses[1] < losses[0]

@@ -20,6 +20,7 @@ from verl.models.attention import PackedAttention
 from verl.models.causal_lm import CausalLM
 from verl.models.fused_kernels import rotate
 from verl.models.fusion import Fusion
+from verl.models.lora import LoraConfig, add_adapter
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # Triton's interpreter cuts bfloat16 off
@@ -88,6 +89,25 @@ def test_fused_hidden_states_are_the_same(family: str) -> None:
         assert {tokens for shapes in calls for tokens, *_ in shapes} == {11} and rotated == dim
     with torch.no_grad():
         torch.testing.assert_close(hidden_of(model), before, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj"], ["o_proj", "down_proj"], ["up_proj"]])
+def test_an_adapter_that_learns_later_is_not_fused_away(targets: str | list[str]) -> None:
+    """At first its product is 0, so a fusion that left it out would agree with the module."""
+    pytest.importorskip("peft")
+    module = tiny_model("llama")
+    add_adapter(module, LoraConfig(rank=2, target_modules=targets), base="nowhere", seed=0)
+    model = view_of(module)
+    fusion = Fusion(model)
+    assert fusion.counts["norms"] == 5 and fusion.counts["rotaries"] == 1
+    base = hidden_of(model).detach()
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if ".lora_B." in name:
+                parameter.fill_(0.3)
+        after = hidden_of(model)
+    assert float((after - base).abs().max()) > 1e-2
+    torch.testing.assert_close(fused_hidden_of(model, fusion), after, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2"])

@@ -197,7 +197,7 @@ def test_the_first_values_follow_from_the_seed_alone() -> None:
 @pytest.mark.parametrize(
     "keys, words",
     [
-        ({"dropout": 0.1}, "another one than the policy that sampled"),
+        ({"dropout": 0.1}, "unknown key 'dropout'"),
         ({"target_modules": []}, "names no layer"),
         ({"rank": 0}, "greater than or equal to 1"),
         ({"alpha": 0}, "greater than 0"),

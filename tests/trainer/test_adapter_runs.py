@@ -36,10 +36,11 @@ def folder_model(folder: Path) -> dict[str, Any]:
     return {"model": {"path": str(tiny_folder(folder / "start")), "lora": {"rank": 2}}}
 
 
-@pytest.mark.parametrize("algorithm", [KL, {"name": "ppo", "kl_coef": 0.1}])
-def test_the_reference_is_the_base_at_every_step(algorithm: dict[str, Any], tmp_path: Path) -> None:
-    """KL to it is 0 before the first update and not afterwards; sampler and trainer agree at both."""
-    first, second = run(tmp_path, algorithm=algorithm)
+@pytest.mark.parametrize("algorithm, temperature", [(KL, 1.0), (KL, 0.5), ({"name": "ppo", "kl_coef": 0.1}, 1.0)])
+def test_the_reference_is_the_base_at_every_step(algorithm: dict[str, Any], temperature: float, tmp_path: Path) -> None:
+    """KL to it is 0 before the first update and not afterwards; sampler and trainer agree at both, at any
+    temperature (H05)."""
+    first, second = run(tmp_path, algorithm=algorithm, rollout__temperature=temperature)
     key = "actor/kl" if "actor/kl" in first else "actor/reward_kl"
     assert first[key] == pytest.approx(0.0, abs=1e-6)
     assert second[key] > 1e-3

@@ -9,8 +9,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.tiny import tiny_folder, tiny_model, word_tokenizer
 from verl.common.errors import CheckpointError, ConfigError
 from verl.engines.checkpoint_parts import save_model
+from verl.models.causal_lm import CausalLM
+from verl.models.networks import ScoreNetwork
 from verl.trainer.checkpoint import CheckpointStore
 from verl.trainer.export import export_checkpoint
+from verl.trainer.reward_model import RewardModel
 
 
 def run_folder(folder: Path, steps: tuple[int, ...] = (2, 4)) -> Path:
@@ -51,6 +54,18 @@ def test_step_folder_model_folder_and_role(tmp_path: Path) -> None:
     assert torch.equal(embedding(export_checkpoint(step / "actor/model", tmp_path / "c")), of_step(2))
     with pytest.raises(CheckpointError, match=r"no part 'judge/model'.*actor/model, critic/model"):
         export_checkpoint(step, tmp_path / "d", role="judge")
+
+
+def test_of_a_run_that_trained_a_reward_model_that_is_exported(tmp_path: Path) -> None:
+    network = ScoreNetwork(CausalLM(tiny_model("llama")))
+    with torch.no_grad():
+        network.module.score.weight.fill_(0.5)
+    parts = {"reward_model/model": lambda folder: save_model(folder, network.module, word_tokenizer())}
+    CheckpointStore(tmp_path / "run").save(3, parts, {})
+    out = export_checkpoint(tmp_path / "run", tmp_path / "a")
+    network.module.set_attn_implementation("eager")
+    scores = [RewardModel(folder, device="cpu").score([[1, 5, 7]]) for folder in (out, network.module)]
+    assert scores[0] == pytest.approx(scores[1], abs=1e-5) and scores[0] != [0.0]
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("bfloat16", torch.bfloat16), ("fp16", torch.float16)])

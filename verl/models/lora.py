@@ -44,15 +44,6 @@ class LoraConfig(Section):
     """The adapter's product is multiplied by alpha / rank."""
     target_modules: str | list[str] = "all-linear"
     """Linear layers that get an adapter, such as `[q_proj, v_proj]`; all-linear: every one but the head."""
-    dropout: float = 0.0
-    """Stays 0: dropout would make the policy that learns another one than the policy that sampled."""
-
-    @field_validator("dropout")
-    @classmethod
-    def _none(cls, value: float) -> float:
-        if value != 0:
-            raise ValueError("must be 0: the policy that learns would be another one than the policy that sampled")
-        return value
 
     @field_validator("target_modules")
     @classmethod
@@ -178,7 +169,9 @@ def load_merged(place: str, load: Callable[[str], PreTrainedModel]) -> PreTraine
 
 
 def is_classifier(folder: Path) -> bool:
-    """Whether the adapter in ``folder`` belongs to a sequence classifier (a reward model)."""
+    """Whether ``folder`` holds the adapter of a sequence classifier (a reward model)."""
+    if not (folder / CONFIG).is_file():
+        return False
     described: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     return described.get("task_type") == "SEQ_CLS"
 

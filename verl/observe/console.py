@@ -8,14 +8,17 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TextIO
 
-from verl.observe.keys import KL, SCORE, TOKENS_PER_S
+from verl.observe.keys import CURVES, KL, TOKENS_PER_S
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
     from verl.observe.trackers import TrackedRun
 
-_SHOWN = {SCORE: ("reward", "{:.3f}"), KL: ("kl", "{:.2e}"), TOKENS_PER_S: ("tokens/s", "{:,.0f}")}
+_SHOWN = {key: (name, "{:.3f}") for key, name in CURVES.items()} | {
+    KL: ("kl", "{:.2e}"),
+    TOKENS_PER_S: ("tokens/s", "{:,.0f}"),
+}
 
 
 class ConsoleTracker:

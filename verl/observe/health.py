@@ -144,12 +144,12 @@ def rules() -> list[Rule]:
             least=0.5,
         ),
     ]
-    for role in ("actor", "critic", "reward_model"):
+    for role, section in {"actor": "actor", "critic": "critic", "reward_model": "actor"}.items():
         found += [
             Limit(
                 f"{role}/skipped_updates/sum",
                 "updates whose loss or gradient was no finite number were left out: if it goes on, lower the learning "
-                f"rate ({role}.optim.lr) or {role}.optim.max_grad_norm",
+                f"rate ({section}.optim.lr) or {section}.optim.max_grad_norm",
                 least=1.0,
                 patience=1,
             ),

@@ -12,7 +12,7 @@ from verl.common.errors import DataError
 from verl.observe.console import duration
 from verl.observe.curve import reward_curve_text
 from verl.observe.history import column, load_metrics
-from verl.observe.keys import SCORE, STEP_S, TOKENS_PER_S, VALIDATION
+from verl.observe.keys import CURVES, STEP_S, TOKENS_PER_S, VALIDATION
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -22,8 +22,8 @@ _SHOWN_CHARS = 600
 
 
 def summarise(run_dir: Path, width: int = 80) -> Text:
-    """The run's reward curve, the mean reward of the first and the last ten steps, time, tokens a second, the best
-    validation, and three responses of the last sampled step: its worst, its middle and its best.
+    """The run's curve (of its reward, or its margin or loss), the mean of its first and last ten steps, time, tokens a
+    second, the best validation, and three responses of the last sampled step: its worst, its middle and its best.
 
     run_dir  holds ``metrics.jsonl`` and, where responses were kept, ``rollouts/step_000001.jsonl`` and so on
     Returns a text for ``rich.print``, in which no bracket of a response is markup; ``.plain`` is the string.
@@ -35,11 +35,16 @@ def summarise(run_dir: Path, width: int = 80) -> Text:
     if not rows:
         raise DataError(f"{run_dir} holds no finished step yet")
     parts = ["\n".join(_numbers(rows))]
-    if any(SCORE in row for row in rows):
-        steps, values = column(rows, SCORE)
-        parts.insert(0, f"{SCORE}\n{reward_curve_text(values, width, steps=steps)}")
+    if (key := curve_key(rows)) is not None:
+        steps, values = column(rows, key)
+        parts.insert(0, f"{key}\n{reward_curve_text(values, width, steps=steps)}")
     parts += [_sample(name, row) for name, row in sample_responses(run_dir)]
     return Text("\n\n".join(parts) + "\n")
+
+
+def curve_key(rows: Sequence[Mapping[str, float]]) -> str | None:
+    """The key that the run is judged by; None where no step has any."""
+    return next((key for key in CURVES if any(key in row for row in rows)), None)
 
 
 def print_report(run_dir: Path) -> None:
@@ -68,11 +73,11 @@ def sample_responses(run_dir: Path) -> list[tuple[str, dict[str, Any]]]:
 def _numbers(rows: Sequence[Mapping[str, float]]) -> list[str]:
     last = int(rows[-1]["step"])
     lines = [_line("steps", f"{last}")]
-    scores = _values(rows, SCORE)
-    if scores:
-        count = min(_ENDS, len(scores))
-        lines.append(_line(f"mean reward, first {count}", f"{_mean(scores[:count]):.4f}"))
-        lines.append(_line(f"mean reward, last {count}", f"{_mean(scores[-count:]):.4f}"))
+    key = curve_key(rows)
+    if key is not None and (values := _values(rows, key)):
+        count, name = min(_ENDS, len(values)), CURVES[key]
+        lines.append(_line(f"mean {name}, first {count}", f"{_mean(values[:count]):.4f}"))
+        lines.append(_line(f"mean {name}, last {count}", f"{_mean(values[-count:]):.4f}"))
     seconds = _values(rows, STEP_S)
     if seconds:
         lines.append(_line("time", f"{duration(sum(seconds))}  ({_mean(seconds):.2f} s a step)"))

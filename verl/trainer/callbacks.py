@@ -22,7 +22,7 @@ from verl.observe.history import METRICS_FILE, load_metrics
 from verl.observe.trackers import TrackedRun, Trackers, open_trackers
 from verl.trainer.resume import check_room, holds_run, save
 from verl.trainer.run_in_progress import RunInProgress
-from verl.workers.trained import TrainedRole
+from verl.workers.trained import Critic, TrainedRole
 
 log = logging.getLogger(__name__)
 
@@ -139,11 +139,12 @@ class WatchHealth(Callback):
         limit = trainer.config.trainer.max_skipped_in_a_row
         for role in trainer.parts.trained_roles:
             if (skipped := metrics.get(f"{role.name}/skipped_in_a_row/max", 0.0)) >= limit:
+                key = _key(role)
                 raise NotFinite(
                     f"step {trainer.steps_done}: the last {skipped:.0f} updates of the {role.name} were left out: "
                     f"their loss or gradient was no finite number (trainer.max_skipped_in_a_row={limit}). The weights "
                     f"are those of the last update that was applied. Start again from a checkpoint with a lower "
-                    f"{role.name}.optim.lr or {role.name}.optim.max_grad_norm, or with model.amp_dtype=float32"
+                    f"{key}.optim.lr or {key}.optim.max_grad_norm, or with model.amp_dtype=float32"
                 )
 
 
@@ -199,15 +200,21 @@ class SaveCheckpoints(Callback):
         for role in trainer.parts.trained_roles:
             if trainer.is_sound and _gives_numbers(role, self._learnt):
                 continue
+            key = _key(role)
             newest = f"the newest checkpoint is of step {self.saved}" if self.saved else "there is no checkpoint"
             if self.saved == trainer.steps_done:
-                newest += ", and holds them: remove it to go on from the one before"
+                newest += ", and holds them: write the name of the one before into checkpoints/latest"
             return (
                 f"after step {trainer.steps_done} the weights of the {role.name} give numbers that aren't finite, so "
-                f"nothing is saved of them; {newest}. Lower {role.name}.optim.lr or {role.name}.optim.max_grad_norm, "
+                f"nothing is saved of them; {newest}. Lower {key}.optim.lr or {key}.optim.max_grad_norm, "
                 "or set model.amp_dtype=float32"
             )
         return None
+
+
+def _key(role: TrainedRole) -> str:
+    """The section that configures ``role``: a reward model in training is what starts from ``model``, as an actor."""
+    return "critic" if role.name == Critic.name else "actor"
 
 
 def _gives_numbers(role: TrainedRole, batch: Batch | None) -> bool:

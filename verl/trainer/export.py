@@ -13,10 +13,11 @@ from typing import Any
 
 from verl.common import files
 from verl.common.errors import CheckpointError, ConfigError, did_you_mean
-from verl.trainer.checkpoint import FOLDER, STATE, CheckpointStore, open_checkpoint
+from verl.trainer.checkpoint import FOLDER, STATE, Checkpoint, CheckpointStore, open_checkpoint
 
 ADAPTER = "adapter_config.json"
 _INDEX = "model.safetensors.index.json"
+_MAIN_ROLES = ("actor", "reward_model")
 _DTYPES = {
     "float32": "float32",
     "bfloat16": "bfloat16",
@@ -27,10 +28,11 @@ _DTYPES = {
 }
 
 
-def export_checkpoint(source: Path, target: Path, dtype: str | None = None, role: str = "actor") -> Path:
+def export_checkpoint(source: Path, target: Path, dtype: str | None = None, role: str | None = None) -> Path:
     """Write the model of ``role`` in ``source`` to the new folder ``target``, and return that; an adapter is merged
     into the model below it.
 
+    role    None: what the run was for, the actor or else the reward model
     source  a run folder (its newest complete checkpoint), a checkpoint's folder (every byte is verified) or a model's
     dtype   "float32", "bfloat16", "float16" (or fp32, bf16, fp16): type of the weights; None keeps them
     Raises CheckpointError for a source without such a model, an unfit target or a full disk, ConfigError for a dtype.
@@ -89,21 +91,28 @@ def _export_merged(adapter: Path, target: Path, dtype: str | None) -> Path:
     return target
 
 
-def find_model(source: Path, role: str = "actor") -> Path:
-    """The model folder of ``role`` in a run folder, a checkpoint's folder or a folder that is a model already."""
+def find_model(source: Path, role: str | None = None) -> Path:
+    """The model folder of ``role``, as in ``export_checkpoint``, in a run's or a checkpoint's folder; or ``source``
+    itself, which is a model already."""
     if not source.is_dir():
         raise CheckpointError(f"{source} is no folder")
     if (source / STATE).exists() or (source / files.MANIFEST).exists():
-        return open_checkpoint(source, hash_limit_bytes=None).part(f"{role}/model")
+        return _part(open_checkpoint(source, hash_limit_bytes=None), role)
     run = source.parent if source.name == FOLDER else source
     if (run / FOLDER).is_dir():
         checkpoint = CheckpointStore(run).latest()
         if checkpoint is None:
             raise CheckpointError(f"{run / FOLDER} holds no complete checkpoint yet")
-        return checkpoint.part(f"{role}/model")
+        return _part(checkpoint, role)
     if (source / "config.json").exists() or (source / ADAPTER).exists():
         return source
     raise CheckpointError(f"{source} is no run folder ({FOLDER}/), no checkpoint ({STATE}) and no model (config.json)")
+
+
+def _part(checkpoint: Checkpoint, role: str | None) -> Path:
+    if role is None:
+        role = next((name for name in _MAIN_ROLES if f"{name}/model" in checkpoint.parts), _MAIN_ROLES[0])
+    return checkpoint.part(f"{role}/model")
 
 
 def _check_target(model: Path, target: Path) -> None:

@@ -12,7 +12,9 @@ from pathlib import Path
 import torch
 
 from verl.observe.curve import reward_curve_png
-from verl.observe.report import print_report
+from verl.observe.history import load_metrics
+from verl.observe.keys import CURVES
+from verl.observe.report import curve_key, print_report
 from verl.trainer.base_sections import Run
 from verl.trainer.families import trainer_class
 from verl.trainer.placement import serve_rank_0
@@ -61,14 +63,17 @@ def use_one_thread_where_more_would_wait(device: torch.device, active_parameters
 
 
 def report(folder: Path) -> None:
-    """Print the run's summary and draw its reward curve into ``reward.png``, where matplotlib is there to draw it."""
+    """Print the run's summary and draw its curve, as ``reward.png`` the reward's, where matplotlib is there for it."""
     print_report(folder)
+    key = curve_key(load_metrics(folder))
+    if key is None:
+        return
     if find_spec("matplotlib") is None:
         log.info("no picture of the curve: pip install 'verl[plot]'")
         return
-    picture = folder / "reward.png"
-    reward_curve_png(folder / "metrics.jsonl", picture)
-    log.info("reward curve drawn in %s", picture)
+    picture = folder / f"{CURVES[key]}.png"
+    reward_curve_png(folder / "metrics.jsonl", picture, [key])
+    log.info("curve drawn in %s", picture)
 
 
 @contextmanager

@@ -8,12 +8,14 @@ model was trained on. With another tokenizer it reads text, as any classifier of
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from verl.common.errors import DataError, UnsupportedModel
+from verl.models.lora import is_classifier, root_of
 from verl.rewards.base import RewardItem
 from verl.trainer.reward_model import RewardModel, load_classifier
 
@@ -28,11 +30,12 @@ class NamedRewardModel:
     def __init__(self, where: str, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> None:
         self.where, self.device = where, device
         try:
-            config = AutoConfig.from_pretrained(where)
+            config = AutoConfig.from_pretrained(root_of(where))
         except (OSError, ValueError) as error:
             raise DataError(f"reward.model={where!r} holds no model: {error}") from error
         kinds: Sequence[str] = config.architectures or []
-        if config.num_labels != 1 or not any("SequenceClassification" in kind for kind in kinds):
+        is_one = config.num_labels == 1 and any("SequenceClassification" in kind for kind in kinds)
+        if not (is_one or is_classifier(Path(where))):
             raise UnsupportedModel(
                 f"reward.model={where!r} is a {', '.join(kinds) or config.model_type} of {config.num_labels} labels, "
                 "not a sequence classifier of one: train one with algorithm.name=bradley_terry"

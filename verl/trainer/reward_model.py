@@ -12,6 +12,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from verl.common.errors import ConfigError, DataError, UnsupportedModel
+from verl.models.lora import base_of, is_classifier, load_merged
 from verl.rewards.base import RewardItem, RewardResult, failed
 
 
@@ -189,11 +191,17 @@ def _logits(model: PreTrainedModel, rows: list[list[int]], device: torch.device)
 
 
 def load_classifier(where: str, device: torch.device) -> PreTrainedModel:
-    """A classifier in the checkpoint's own type on a GPU, in float32 on a CPU, still on the CPU.
+    """A classifier in the checkpoint's own type on a GPU, in float32 on a CPU, still on the CPU; an adapter merged.
 
     Raises UnsupportedModel when it has no score head.
     """
     dtype = torch.float32 if device.type == "cpu" else "auto"
+    if base_of(Path(where)) is not None:
+        if not is_classifier(Path(where)):
+            raise UnsupportedModel(f"{where!r} is no reward model: it is an adapter without a head that scores")
+        return load_merged(
+            where, partial(AutoModelForSequenceClassification.from_pretrained, num_labels=1, dtype=dtype)
+        )
     model, info = AutoModelForSequenceClassification.from_pretrained(where, dtype=dtype, output_loading_info=True)
     if missing := sorted(info["missing_keys"]):
         raise UnsupportedModel(
