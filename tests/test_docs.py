@@ -33,6 +33,7 @@ from verl.trainer.families import run_class
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.preference_trainer import PreferenceTrainer
 from verl.trainer.run_loop import RunLoop
+from verl.trainer.sft_trainer import SFTTrainer
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -336,6 +337,7 @@ def one_step_runs(folder: Path) -> Iterator[Path]:
         {"name": "ppo", "kl_coef": 0.1, "kl_in": "reward"},
         {"name": "dapo"},
         {"name": "remax"},
+        {"name": "online_dpo"},
     ):
         trainer = {
             "output_dir": str(folder / algorithm["name"]),
@@ -349,9 +351,12 @@ def one_step_runs(folder: Path) -> Iterator[Path]:
         yield folder / algorithm["name"]
     judged = [{"prompt": f"{i}+1=", "chosen": "12", "rejected": "3", "response": "4", "label": i % 2} for i in range(6)]
     data = {"train": judged, "max_prompt_tokens": 8, "max_response_tokens": 4}
-    for name in ("dpo", "kto"):
+    demonstrations = {"train": judged, "max_example_tokens": 16}
+    offline_runs = {"dpo": data, "kto": data, "bradley_terry": data, "sft": demonstrations}
+    for name, rows in offline_runs.items():
+        kind: Any = SFTTrainer if rows is demonstrations else PreferenceTrainer
         keys: dict[str, Any] = {"algorithm": name, "trainer": {"output_dir": str(folder / name), "device": "cpu"}}
-        offline = PreferenceTrainer(common["model"], data, val=judged, track=common["track"], **keys)
+        offline = kind(common["model"], rows, val=judged, track=common["track"], **keys)
         offline.run(num_steps=1)
         offline.close()
         yield folder / name

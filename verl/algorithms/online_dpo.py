@@ -24,9 +24,9 @@ class OnlineDPOConfig(PreferenceConfig):
     name: Literal["online_dpo"] = "online_dpo"
     """Entry of the algorithm table."""
     loss: Literal["sigmoid", "ipo"] = "sigmoid"
-    """As DPO's."""
+    """DPO's logistic loss, or IPO's squared distance, which doesn't grow where every pair is told apart."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """As DPO's: the share of pairs that the reward is believed to have the wrong way round."""
+    """cDPO: the share of pairs that the reward is believed to have the wrong way round. Of the sigmoid loss."""
     max_generations: int = Field(default=1, ge=1)
     """Batches of prompts that a step draws at most, until it has `trainer.prompts_per_step` pairs; 1 makes do with
     those of the first batch."""

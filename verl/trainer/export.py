@@ -92,7 +92,7 @@ def _export_merged(adapter: Path, target: Path, dtype: str | None) -> Path:
 
 
 def find_model(source: Path, role: str | None = None) -> Path:
-    """The model folder of ``role``, as in ``export_checkpoint``, in a run's or a checkpoint's folder; or ``source``
+    """The model folder of ``role``, as in ``export_checkpoint``, in the folder of a run or a checkpoint, or ``source``
     itself, which is a model already."""
     if not source.is_dir():
         raise CheckpointError(f"{source} is no folder")
