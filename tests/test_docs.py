@@ -31,8 +31,8 @@ from verl.trainer.base_sections import Run
 from verl.trainer.families import run_class
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.preference_trainer import PreferenceTrainer
-from verl.trainer.sft_trainer import SFTTrainer
 from verl.trainer.run_loop import RunLoop
+from verl.trainer.sft_trainer import SFTTrainer
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
