@@ -1,4 +1,4 @@
-"""Whole runs of reward models and of online DPO: alone and on workers, stopped and resumed, and one scoring the other."""
+"""Whole runs of reward models and online DPO: alone and on workers, stopped and resumed, and one scoring the other."""
 
 from __future__ import annotations
 
