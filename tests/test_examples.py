@@ -12,13 +12,16 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.config_keys import reference
-from tests.tiny import tiny_folder
+from tests.tiny import tiny_folder, tiny_model
 from tests.trainer.runs import environment, metrics_of
 from verl.algorithms import ALGORITHMS
 from verl.cli import app
 from verl.common.errors import VerlError
 from verl.config import load_config, recipes
+from verl.engines.checkpoint_parts import save_model
+from verl.models.causal_lm import CausalLM
 from verl.models.loading import character_tokenizer
+from verl.models.networks import ScoreNetwork
 from verl.trainer.base_sections import Run
 from verl.trainer.launch import train_run
 from verl.trainer.sections import TrainerConfig
@@ -80,6 +83,8 @@ def local(path: Path, model: Path, folder: Path) -> list[str]:
     """Words that put a tiny model and local data in the place of what a config would download."""
     text = path.read_text(encoding="utf-8")
     words = [f"trainer.output_dir={folder / 'run'}", "trainer.device=cpu"]
+    if "reward:\n  model:" in text:
+        words.append(f"reward.model={reward_folder(folder)}")
     if "gym:" in text:
         pytest.importorskip("reasoning_gym")
     if "scratch:" not in text:
@@ -89,6 +94,13 @@ def local(path: Path, model: Path, folder: Path) -> list[str]:
     elif "gsm8k" in text:
         words += [f"data.{key}={gsm8k_rows(folder, split)}" for key, split in (("train", "train"), ("val", "test"))]
     return words
+
+
+def reward_folder(folder: Path) -> Path:
+    """A reward model's folder as far as a dry run looks into it."""
+    network = ScoreNetwork(CausalLM(tiny_model("llama")))
+    save_model(folder / "judge", network.module)
+    return folder / "judge"
 
 
 def dry_run(*words: str) -> str:

@@ -47,7 +47,7 @@ def test_with_another_tokenizer_text_is_read(tmp_path: Path) -> None:
 
 
 def test_what_is_no_reward_model_is_found_without_loading_it(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"reward\.model='.*nowhere' holds no model"):
+    with pytest.raises(DataError, match=r"reward\.model='.*nowhere' is no folder"):
         NamedRewardModel(str(tmp_path / "nowhere"), word_tokenizer(), CPU)
     with pytest.raises(UnsupportedModel, match=r"LlamaForCausalLM of 2 labels.*bradley_terry"):
         NamedRewardModel(str(tiny_folder(tmp_path / "policy")), word_tokenizer(), CPU)

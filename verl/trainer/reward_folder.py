@@ -28,19 +28,22 @@ class NamedRewardModel:
     """
 
     def __init__(self, where: str, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> None:
-        self.where, self.device = where, device
+        folder = Path(where).expanduser()
+        if not folder.is_dir() and (where.startswith((".", "/", "~")) or where.count("/") > 1):
+            raise DataError(f"reward.model={where!r} is no folder, and no name on the hub either")
+        self.where, self.device = str(folder) if folder.is_dir() else where, device
         try:
-            config = AutoConfig.from_pretrained(root_of(where))
+            config = AutoConfig.from_pretrained(root_of(self.where))
         except (OSError, ValueError) as error:
             raise DataError(f"reward.model={where!r} holds no model: {error}") from error
         kinds: Sequence[str] = config.architectures or []
         is_one = config.num_labels == 1 and any("SequenceClassification" in kind for kind in kinds)
-        if not (is_one or is_classifier(Path(where))):
+        if not (is_one or is_classifier(Path(self.where))):
             raise UnsupportedModel(
                 f"reward.model={where!r} is a {', '.join(kinds) or config.model_type} of {config.num_labels} labels, "
                 "not a sequence classifier of one: train one with algorithm.name=bradley_terry"
             )
-        self._text_tokenizer = _other_tokenizer(where, tokenizer)
+        self._text_tokenizer = _other_tokenizer(self.where, tokenizer)
         self._model: RewardModel | None = None
 
     def load(self) -> None:

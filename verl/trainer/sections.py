@@ -46,9 +46,7 @@ class OnPolicyRun(Run):
     family: ClassVar[str] = "on_policy"
     must_say: ClassVar[dict[str, str]] = Run.must_say | {
         "data.train": "data.train, the prompts to train on",
-        "reward.name|reward.function|reward.model": (
-            "reward.name, reward.function or reward.model: what scores a response"
-        ),
+        "reward.name|reward.function|reward.model": "reward.name, .function or .model: what scores a response",
     }
     variants: ClassVar[dict[str, Any]] = {"algorithm": ALGORITHMS, "rollout": ROLLOUT_ENGINES}
 
