@@ -272,7 +272,7 @@ def test_generate_by_seed(tmp_path: Path, command: Command, model: Path) -> None
         (["--prompt-key", "question"], "no column 'question'"),
         (["--num-samples", "0"], "num_samples must be at least 1"),
         (["--max-new-tokens", "0"], "max_new_tokens must be >= 1"),
-        (["--temperature", "-1"], "temperature must be >= 0"),
+        (["--temperature", "-1"], "temperature must be 0 (greedy)"),
         (["--top-p", "0"], "top_p must be in (0, 1]"),
         (["--max-new-tokens", "256"], "leaves no room for a prompt: the model has 256 positions"),
         (["--max-new-tokens", "253"], "the model has 256 positions, and the response may take all but 3"),
