@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.rewards.test_runner import is_gone
+from tests.processes import is_gone
 
 CHILD = """
 import os, signal, subprocess, sys, time
