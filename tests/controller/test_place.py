@@ -1,4 +1,4 @@
-"""Ranks and coordinates, numbered with tensor parallel fastest and the pipeline slowest."""
+"""Ranks and coordinates, numbered with tensor parallel fastest and the copies slowest."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def test_ranks_and_coordinates() -> None:
     assert (grid.dp_size, grid.world_size) == (2, 8)
     places = [grid.place(rank, node=0, local_rank=rank, device="cpu", rendezvous=None) for rank in range(8)]
     assert [p.tp_rank for p in places] == [0, 1, 0, 1, 0, 1, 0, 1]
-    assert [p.dp_rank for p in places] == [0, 0, 1, 1, 0, 0, 1, 1]
-    assert [p.pp_rank for p in places] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [p.dp_rank for p in places] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [p.pp_rank for p in places] == [0, 0, 1, 1, 0, 0, 1, 1]
     assert grid.rank(1, tp_rank=1, pp_rank=1) == 7
     assert all(grid.rank(p.dp_rank, tp_rank=p.tp_rank, pp_rank=p.pp_rank) == p.rank for p in places)
 

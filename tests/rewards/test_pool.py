@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.rewards.test_runner import is_gone
+from tests.processes import is_gone
 
 SCRIPT = """
 import os, subprocess, sys, time

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.processes import is_gone
 from verl.common.errors import ConfigError, RewardError, UnknownName
 from verl.rewards.base import RewardItem
 from verl.rewards.config import RewardConfig
@@ -274,16 +275,3 @@ def test_close_ends_what_is_running() -> None:
     assert running.done()
     with pytest.raises(RewardError, match="closed"):
         runner.score(items("good"))
-
-
-def is_gone(pid: int, within_s: float = 5) -> bool:
-    """Whether process ``pid`` ends soon; a zombie has ended."""
-    limit = time.monotonic() + within_s
-    while time.monotonic() < limit:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX":
-                return True
-        except FileNotFoundError:
-            return True
-        time.sleep(0.05)
-    return False

@@ -11,6 +11,7 @@ import datasets
 import pytest
 import torch
 
+from tests.processes import is_gone
 from tests.tiny import tiny_folder, tiny_model, word_tokenizer
 from tests.trainer.rewards import digits
 from tests.trainer.runs import REWARDS, checkpoints_of, environment, metrics_of, prompts, rollouts_of, sections
@@ -296,7 +297,7 @@ print(trainer.run(num_steps=2).steps, os.getpid())
     assert steps == "2" and (tmp_path / "started").read_text() == "x"
     pids = [path.name.removeprefix("pid") for path in tmp_path.glob("pid*")]
     assert pids and own not in pids
-    assert not any(Path(f"/proc/{pid}/cmdline").exists() for pid in pids)
+    assert all(is_gone(int(pid)) for pid in pids)
 
 
 @pytest.mark.parametrize(

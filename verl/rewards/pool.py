@@ -49,26 +49,22 @@ class _Worker:
 
     def __init__(self, greeting: bytes) -> None:
         ours, theirs = socket.socketpair()
-        lifeline_read, self._lifeline = os.pipe()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "verl.rewards.worker", *map(str, (theirs.fileno(), lifeline_read, os.getpid()))],
-                pass_fds=(theirs.fileno(), lifeline_read),
+                [sys.executable, "-m", "verl.rewards.worker", str(theirs.fileno()), str(os.getpid())],
+                pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
                 env={**os.environ, **import_environment()},
             )
         except BaseException:
             ours.close()
-            os.close(self._lifeline)
             raise
         finally:
             theirs.close()
-            os.close(lifeline_read)
         self._channel = Connection(ours.detach())
         self._greeting = greeting
         self._lock = threading.Lock()
-        self._is_open = True
         self.is_usable = True
 
     def greet(self) -> None:
@@ -108,9 +104,6 @@ class _Worker:
                 except (ProcessLookupError, PermissionError):
                     self._process.kill()  # it hasn't got as far as its own group
                 self._process.wait()
-            if self._is_open:
-                self._is_open = False
-                os.close(self._lifeline)
 
     def close(self) -> None:
         """``kill``, and close the channel; only from the thread that uses it."""

@@ -1,7 +1,6 @@
 import torch
 
-from verl.rollout.native.advance import advance
-from verl.rollout.native.decode import Outputs
+from verl.rollout.native.advance import Outputs, advance
 from verl.rollout.native.row_state import RowState
 
 CPU = torch.device("cpu")

@@ -1,6 +1,6 @@
 import torch
 
-from verl.rollout.native.decode import Outputs
+from verl.rollout.native.advance import Outputs
 from verl.rollout.native.pending import Clock, Pending, to_device
 
 CPU = torch.device("cpu")

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from tests.rollout.engines import request
-from verl.rollout.native.decode import Outputs
+from verl.rollout.native.advance import Outputs
 from verl.rollout.native.row_state import RowState
 from verl.rollout.native.sequence import Sequence
 

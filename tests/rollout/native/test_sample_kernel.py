@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.rollout.native.kernels import DEVICE
-from verl.rollout.native.advance import advance
-from verl.rollout.native.decode import Outputs
+from verl.rollout.native.advance import Outputs, advance
 from verl.rollout.native.row_state import RowState
 from verl.rollout.native.sample_kernel import advance_step, sample_step
 from verl.rollout.native.sampler import sample

@@ -6,7 +6,7 @@ B rows.
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,23 +14,32 @@ from torch import Tensor
 from verl.rollout.native.row_state import RowState
 
 
-class StepOutputs(Protocol):
-    """Where steps put what they sampled: tokens [steps, B] int32, log_probs [steps, B] float32, at row count[0]."""
+@dataclass(frozen=True)
+class Outputs:
+    """What steps sampled: step ``count`` writes row ``count``. A row that wasn't running has token -1, log-prob 0.
 
-    @property
-    def tokens(self) -> Tensor:
-        """[steps, B] int32, -1 of a row that wasn't running."""
+    tokens [steps, B] int32, log_probs [steps, B] float32, count [1] int64
+    """
 
-    @property
-    def log_probs(self) -> Tensor:
-        """[steps, B] float32, 0 of a row that wasn't running."""
+    tokens: Tensor
+    log_probs: Tensor
+    count: Tensor
 
-    @property
-    def count(self) -> Tensor:
-        """[1] integer: steps made so far. Only read."""
+    @staticmethod
+    def empty(steps: int, rows: int, device: torch.device) -> Outputs:
+        """Room for ``steps`` steps."""
+        return Outputs(
+            torch.zeros(steps, rows, dtype=torch.int32, device=device),
+            torch.zeros(steps, rows, dtype=torch.float32, device=device),
+            torch.zeros(1, dtype=torch.int64, device=device),
+        )
+
+    def first(self, rows: int) -> Outputs:
+        """The columns of the first ``rows`` rows, in the same memory."""
+        return Outputs(self.tokens[:, :rows], self.log_probs[:, :rows], self.count)
 
 
-def advance(tokens: Tensor, log_probs: Tensor, rows: RowState, out: StepOutputs) -> None:
+def advance(tokens: Tensor, log_probs: Tensor, rows: RowState, out: Outputs) -> None:
     """Write tokens [B] int64 and log-probs [B] float32 to row ``count`` of ``out`` and step every running row.
 
     A row ends with a stop id, once it has its minimum of tokens, or when no token is left to it; it then has left 0 and

@@ -7,44 +7,16 @@ kernels and reads nothing from the host, so it can be captured in a graph. Shape
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from verl.models.attention import Attention
 from verl.models.causal_lm import CausalLM
-from verl.rollout.native.advance import advance
+from verl.rollout.native.advance import Outputs, advance
 from verl.rollout.native.cache import KVCache
 from verl.rollout.native.paged_attention import GatherAttention
 from verl.rollout.native.row_state import RowState
 from verl.rollout.native.sampler import sample
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """What steps sampled: step ``count`` writes row ``count``. A row that wasn't running has token -1, log-prob 0.
-
-    tokens [steps, B] int32, log_probs [steps, B] float32, count [1] int64
-    """
-
-    tokens: Tensor
-    log_probs: Tensor
-    count: Tensor
-
-    @staticmethod
-    def empty(steps: int, rows: int, device: torch.device) -> Outputs:
-        """Room for ``steps`` steps."""
-        return Outputs(
-            torch.zeros(steps, rows, dtype=torch.int32, device=device),
-            torch.zeros(steps, rows, dtype=torch.float32, device=device),
-            torch.zeros(1, dtype=torch.int64, device=device),
-        )
-
-    def first(self, rows: int) -> Outputs:
-        """The columns of the first ``rows`` rows, in the same memory."""
-        return Outputs(self.tokens[:, :rows], self.log_probs[:, :rows], self.count)
-
 
 Step = Callable[[RowState, Outputs, bool], None]
 """Computes a token for every row of the state and advances it; the last argument: whether a row truncates."""

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
-from verl.rollout.native.decode import Outputs, Step
+from verl.rollout.native.advance import Outputs
+from verl.rollout.native.decode import Step
 from verl.rollout.native.row_state import RowState
 
 _LOG = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from torch import Tensor
 from verl.models.causal_lm import CausalLM
 from verl.models.fused_kernels import rotate
 from verl.models.fusion import Fusion
+from verl.rollout.native.advance import Outputs
 from verl.rollout.native.cache import KVCache, LayerShape
-from verl.rollout.native.decode import Outputs
 from verl.rollout.native.decode_kernel import CachePlace, offset_from, paged_decode, splits_for
 from verl.rollout.native.paged_attention import GatherAttention, VarlenAttention
 from verl.rollout.native.row_state import RowState

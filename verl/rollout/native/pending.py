@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from verl.rollout.native.decode import Outputs
+from verl.rollout.native.advance import Outputs
 from verl.rollout.native.sequence import Sequence
 
 Kind = Literal["prefill", "decode"]

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from verl.models.causal_lm import CausalLM
+from verl.rollout.native.advance import Outputs
 from verl.rollout.native.cache import KVCache, LayerShape
-from verl.rollout.native.decode import Outputs, TorchStep
+from verl.rollout.native.decode import TorchStep
 from verl.rollout.native.graph import EagerSteps
 from verl.rollout.native.paged_attention import GatherAttention, VarlenAttention
 from verl.rollout.native.pending import Clock, Pending, to_device

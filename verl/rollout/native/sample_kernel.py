@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from verl.rollout.native.advance import StepOutputs
+from verl.rollout.native.advance import Outputs
 from verl.rollout.native.row_state import RowState
 
 BLOCK, WARPS = 1024, 4
@@ -28,7 +28,7 @@ _LOWEST = tl.constexpr(-1.0e30)  # in place of -inf, which minus itself is NaN
 
 
 def sample_step(
-    logits: Tensor, rows: RowState, out: StepOutputs, *, scale: float = 1.0, softcap: float | None = None
+    logits: Tensor, rows: RowState, out: Outputs, *, scale: float = 1.0, softcap: float | None = None
 ) -> None:
     """Sample a token for every running row from logits [B, V] of any float type and advance the row.
 
@@ -75,7 +75,7 @@ def sample_step(
     )
 
 
-def advance_step(tokens: Tensor, log_probs: Tensor, rows: RowState, out: StepOutputs) -> None:
+def advance_step(tokens: Tensor, log_probs: Tensor, rows: RowState, out: Outputs) -> None:
     """``advance.advance`` in one kernel: for tokens [B] int64 with log-probs [B] float32 sampled by other means."""
     _advance_kernel[(tokens.shape[0],)](
         tokens,
@@ -87,7 +87,7 @@ def advance_step(tokens: Tensor, log_probs: Tensor, rows: RowState, out: StepOut
     )
 
 
-def _row_arguments(rows: RowState, out: StepOutputs) -> tuple[Tensor | int, ...]:
+def _row_arguments(rows: RowState, out: Outputs) -> tuple[Tensor | int, ...]:
     """What ``_advance`` takes after token and log-prob, in its order."""
     return (
         rows.tokens,
