@@ -15,7 +15,6 @@ from typing import Any
 
 import cloudpickle
 
-
 _PRELOADED = ["torch.distributed.tensor", "transformers.modeling_utils", "verl.engines.base", "tests.tiny"]
 
 
@@ -30,7 +29,7 @@ def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120
     timeout_s  the ranks are killed after this many seconds
     Raises RankFailed with the remote traceback as soon as one rank raises or dies; the others are killed.
     """
-    context = multiprocessing.get_context("forkserver")  # ranks are forks of a process that has imported and done nothing
+    context = multiprocessing.get_context("forkserver")  # forks of a process that has only imported
     context.set_forkserver_preload(_PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
         store, work = Path(folder) / "store", cloudpickle.dumps((fn, args))
