@@ -73,11 +73,11 @@ def cluster() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [*GENERAL, *SEVERAL, *FATAL])
 def test_on_ray(name: str, cluster: None) -> None:
-    run_case("ray", name, WORLD_SIZE)
+    run_case("ray", name, 2)
 
 
-def torchrun(folder: Path, *names: str) -> subprocess.CompletedProcess[str]:
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={WORLD_SIZE}", "-m"]
+def torchrun(size: int, folder: Path, *names: str) -> subprocess.CompletedProcess[str]:
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={size}", "-m"]
     command = [sys.executable, *launch, "tests.conformance.executor_cases", "torchrun", str(folder), *names]
     return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=100)
 
@@ -86,7 +86,7 @@ def torchrun(folder: Path, *names: str) -> subprocess.CompletedProcess[str]:
 def under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """One launch for all cases that leave every process alive."""
     folder = tmp_path_factory.mktemp("torchrun")
-    return folder, torchrun(folder, *GENERAL, *SEVERAL)
+    return folder, torchrun(WORLD_SIZE, folder, *GENERAL, *SEVERAL)
 
 
 @pytest.mark.parametrize("name", [*GENERAL, *SEVERAL])
@@ -99,7 +99,7 @@ def test_under_torchrun(name: str, under_torchrun: tuple[Path, subprocess.Comple
 
 @pytest.mark.parametrize("name", FATAL)
 def test_that_ends_a_run_under_torchrun(name: str, tmp_path: Path) -> None:
-    done = torchrun(tmp_path, name)
+    done = torchrun(2, tmp_path, name)
     if name == "a_worker_that_is_killed":  # torchrun ends the other ranks at once; what happened is said before
         assert done.returncode and "trouble worker, rank 1: is gone" in done.stderr
         return
