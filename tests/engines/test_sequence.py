@@ -8,7 +8,7 @@ from torch import Tensor
 from tests.ranks import run_ranks
 from verl.common.errors import ConfigError
 from verl.engines.sequence import SharedHeads, kv_repeats, own_tokens
-from verl.models.attention import PackedAttention
+from verl.models.attention import PackedAttention, Scoring
 from verl.models.networks import PackedRows
 
 CPU = torch.device("cpu")
@@ -76,6 +76,6 @@ def attended(attention: object, case: tuple[int, int, int | None, float | None],
     shapes = [(18, heads, 8), (18, kv_heads, 8), (18, kv_heads, 8), (18, heads, 8)]
     q, k, v, weight = (torch.randn(shape, generator=generator)[own] for shape in shapes)
     q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
-    out = attention(0, q, k, v, scale=0.3, window=window, softcap=softcap)  # type: ignore[operator]
+    out = attention(0, q, k, v, Scoring(0.3, window, softcap))  # type: ignore[operator]
     (out * weight).sum().backward()
     return [out.detach(), q.grad, k.grad, v.grad]  # type: ignore[list-item]

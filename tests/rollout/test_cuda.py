@@ -9,6 +9,7 @@ import torch
 
 from tests.rollout.engines import assert_same, build, full_log_probs, greedy, ids_of, prompt, request
 from tests.tiny import FAMILIES, tiny_model, word_tokenizer
+from verl.models.attention import Scoring
 from verl.rollout.native.cache import KVCache, LayerShape
 from verl.rollout.native.paged_attention import GatherAttention, VarlenAttention
 from verl.rollout.native.sampler import gumbel
@@ -46,7 +47,7 @@ def test_varlen_prefill_equals_gathered_attention(window: int | None, starts: li
     cache = KVCache({0: LayerShape(2, 64, 64, torch.bfloat16)}, len(keys) // size - 1, size, CUDA)
     cache.write(0, torch.arange(len(keys), device=CUDA), keys, values)
     varlen = VarlenAttention(cache, slots, key_slots, starts, queries)
-    out = varlen(0, query, *new, scale=0.2, window=window, softcap=None)
+    out = varlen(0, query, *new, Scoring(0.2, window))
     gather = GatherAttention(cache, slots, tables, starts, queries)
     expected = gather.attend(query.float(), keys.float(), values.float(), 0.2, window, None)
     torch.testing.assert_close(out.float(), expected, atol=0.05, rtol=0)

@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from verl.common.errors import ConfigError
 from verl.engines.mesh import Mesh
-from verl.models.attention import Attention, PackedAttention
+from verl.models.attention import Attention, PackedAttention, Scoring
 from verl.models.networks import Network, PackedRows
 
 
@@ -82,21 +82,11 @@ class SharedHeads:
     def __init__(self, attention: Attention, group: dist.ProcessGroup) -> None:
         self.attention, self.group = attention, group
 
-    def __call__(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         repeats = kv_repeats(query.shape[1], key.shape[1], self.group.size())
         key, value = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (key, value))
         q, k, v = (_tokens_of_all(x, self.group) for x in (query, key, value))
-        out = self.attention(layer, q, k, v, scale=scale, window=window, softcap=softcap)
+        out = self.attention(layer, q, k, v, scoring)
         return _heads_of_all(out, self.group)
 
 

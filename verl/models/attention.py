@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,23 +24,26 @@ from verl.common.errors import VerlError
 ATTENTION = "verl"
 
 
+class Scoring(NamedTuple):
+    """How a layer turns products of queries and keys into weights.
+
+    scale    factor of the products
+    window   tokens that a query sees, itself among them; None for all before it
+    softcap  bound of the scaled products, by tanh (Gemma 2)
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
 class Attention(Protocol):
     """What a forward pass carries to every layer."""
 
-    def __call__(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Causal attention of packed tokens.
 
-        query [N, H, D], key [N, K, D], value [N, K, D]; ``window`` counts the token itself; returns [N, H, D].
+        query [N, H, D], key [N, K, D], value [N, K, D]; returns [N, H, D].
         """
         ...
 
@@ -72,7 +75,7 @@ def attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: int = module.layer_idx  # type: ignore[assignment]  # set by every transformers attention layer
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    out = attention(layer, q, k, v, scale=scale, window=sliding_window, softcap=softcap)
+    out = attention(layer, q, k, v, Scoring(scale, sliding_window, softcap))
     return out.unsqueeze(0), None
 
 
@@ -94,24 +97,14 @@ class PackedAttention:
         self.device = device
         self.offsets = pad(lengths.cumsum(0), (1, 0)).to(device=device, dtype=torch.int32)
 
-    def __call__(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and softcap is None:
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and scoring.softcap is None:
             size = self.max_length
-            return varlen(query, key, value, self.offsets, self.offsets, size, size, scale, window)
+            return varlen(query, key, value, self.offsets, self.offsets, size, size, scoring)
         out = torch.empty_like(query)
         for block in self._blocks:
             q, k, v = (block.spread(x) for x in (query, key, value))
-            out = out.index_copy(0, block.source, block.gather(dense_causal(q, k, v, scale, window, softcap)))
+            out = out.index_copy(0, block.source, block.gather(dense_causal(q, k, v, scoring)))
         return out
 
     @cached_property
@@ -170,14 +163,15 @@ def varlen(
     key_offsets: Tensor,
     max_query: int,
     max_key: int,
-    scale: float,
-    window: int | None,
+    scoring: Scoring,
 ) -> Tensor:
     """torch's variable-length flash attention, causal; offsets are int32 prefix sums on the device.
 
     Grouped query heads go in as they are: the kernel of torch 2.11 takes them, later ones want to be told.
     """
-    kwargs: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
+    assert scoring.softcap is None, "that kernel has none"
+    before = -1 if scoring.window is None else scoring.window - 1
+    kwargs: dict[str, Any] = {"scale": scoring.scale, "window_size": (before, 0)}
     if _VARLEN_HAS_GQA:
         kwargs["enable_gqa"] = True
     q, k, v = query.contiguous(), key.contiguous(), value.contiguous()
@@ -186,23 +180,21 @@ def varlen(
     return out
 
 
-def dense_causal(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None
-) -> Tensor:
+def dense_causal(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
     """Causal attention of sequences side by side: query [G, L, H, D], key and value [G, L, K, D].
 
     Through SDPA, or plain matrix products where a softcap forbids it.
     """
-    length = query.shape[1]
+    length, window = query.shape[1], scoring.window
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     band = causal_band(length, window, query.device) if window is not None and window < length else None
-    if softcap is None:
+    if scoring.softcap is None:
         out: Tensor = scaled_dot_product_attention(
-            q, k, v, attn_mask=band, is_causal=band is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            q, k, v, attn_mask=band, is_causal=band is None, scale=scoring.scale, enable_gqa=q.shape[1] != k.shape[1]
         )
     else:
         mask = causal_band(length, None, query.device) if band is None else band
-        out = softcapped_attention(q, k, v, mask, scale, softcap)
+        out = softcapped_attention(q, k, v, mask, scoring.scale, scoring.softcap)
     return out.transpose(1, 2)
 
 

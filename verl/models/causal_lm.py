@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from verl.common.errors import UnsupportedModel, VerlError
-from verl.models.attention import ATTENTION, Attention, PackedAttention
+from verl.models.attention import ATTENTION, Attention, PackedAttention, Scoring
 
 
 class CausalLM:
@@ -123,19 +123,9 @@ class _Witness:
         self.attention = attention
         self.windows: dict[int, int | None] = {}
 
-    def __call__(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        self.windows[layer] = window
-        return self.attention(layer, query, key, value, scale=scale, window=window, softcap=softcap)
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        self.windows[layer] = scoring.window
+        return self.attention(layer, query, key, value, scoring)
 
 
 def _declared_window(config: PretrainedConfig) -> int | None:

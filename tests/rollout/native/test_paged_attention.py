@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from verl.models.attention import PackedAttention
+from verl.models.attention import PackedAttention, Scoring
 from verl.rollout.native.cache import KVCache, LayerShape
 from verl.rollout.native.paged_attention import GatherAttention
 
@@ -34,14 +34,12 @@ def test_pieces_over_the_cache_equal_one_dense_causal_pass(
         ]
         attention = GatherAttention(cache, torch.cat(slots), tables[live], [done[i] for i in live], take)
         q, k, v = (torch.cat([rows[i][part][s] for i, s in zip(live, spans, strict=True)]) for part in range(3))
-        out = attention(0, q, k, v, scale=0.3, window=window, softcap=softcap)
+        out = attention(0, q, k, v, Scoring(0.3, window, softcap))
         for i, piece, n in zip(live, out.split(take), take, strict=True):
             outs[i].append(piece)
             done[i] += n
     for pieces, (q, k, v) in zip(outs, rows, strict=True):
-        expected = PackedAttention(torch.tensor([len(q)]), q.device)(
-            0, q, k, v, scale=0.3, window=window, softcap=softcap
-        )
+        expected = PackedAttention(torch.tensor([len(q)]), q.device)(0, q, k, v, Scoring(0.3, window, softcap))
         torch.testing.assert_close(torch.cat(pieces), expected, atol=1e-5, rtol=0)
 
 

@@ -12,6 +12,7 @@ import psutil  # type: ignore[import-untyped,unused-ignore]
 import torch
 from torch import Tensor
 
+from verl.models.attention import Scoring
 from verl.models.causal_lm import CausalLM
 
 
@@ -85,18 +86,10 @@ class _ShapeProbe:
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}
 
-    def __call__(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        self.shapes[layer] = LayerShape(key.shape[1], key.shape[2], value.shape[2], key.dtype, softcap is not None)
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        self.shapes[layer] = LayerShape(
+            key.shape[1], key.shape[2], value.shape[2], key.dtype, scoring.softcap is not None
+        )
         return query.new_zeros(*query.shape[:2], value.shape[2])
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from verl.models.attention import Scoring
 from verl.models.causal_lm import CausalLM
 from verl.models.fused_kernels import rotate
 from verl.models.fusion import Fusion
@@ -74,17 +75,7 @@ class _KernelAttention:
         self._rotary = (cos, sin)
         return query, key
 
-    def __call__(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         rotary, self._rotary = self._rotary, None
         keys, values = self._places.of(layer)
         out: Tensor = paged_decode(
@@ -97,9 +88,9 @@ class _KernelAttention:
             positions=self._rows.positions,
             rotary=rotary,
             block_size=self._block_size,
-            scale=scale,
-            window=window,
-            softcap=softcap,
+            scale=scoring.scale,
+            window=scoring.window,
+            softcap=scoring.softcap,
             splits=self._splits,
         )
         return out
@@ -118,17 +109,7 @@ class _HandOnProbe:
         self._made = (query.data_ptr(), key.data_ptr())
         return query, key
 
-    def __call__(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         self.is_handed_on &= self._made in (None, (query.data_ptr(), key.data_ptr()))
         self._made = None
         return value.new_zeros(*query.shape[:2], value.shape[2])

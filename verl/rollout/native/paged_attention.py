@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from verl.models.attention import softcapped_attention, varlen
+from verl.models.attention import Scoring, softcapped_attention, varlen
 from verl.rollout.native.cache import KVCache
 
 _SMALL = 1 << 18  # padded query-key pairs below which one call for all rows is the cheapest
@@ -39,29 +39,17 @@ class GatherAttention:
             _Group(cache, tables[a:b], starts[a:b], queries[a:b], max(ends[a:b])) for a, b in _cut(queries, ends)
         ]
 
-    def __call__(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         keys, values = self.cache.write(layer, self.slots, key, value)
-        return self.attend(query, keys, values, scale, window, softcap)
+        return self.attend(query, keys, values, scoring)
 
-    def attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
         """query [N, H, D] over the layer's slots, keys [slots, K, D] and values [slots, K, E]; returns [N, H, E]."""
         if len(self._groups) == 1:
-            return self._groups[0].attend(query, keys, values, scale, window, softcap)
+            return self._groups[0].attend(query, keys, values, scoring)
         parts = torch.split(query, [group.num_tokens for group in self._groups])
         pairs = zip(self._groups, parts, strict=True)
-        return torch.cat([group.attend(part, keys, values, scale, window, softcap) for group, part in pairs])
+        return torch.cat([group.attend(part, keys, values, scoring) for group, part in pairs])
 
 
 class _Group:
@@ -84,16 +72,14 @@ class _Group:
         self._real = is_real.flatten().nonzero()[:, 0].to(device) if is_padded else None
         self._masks: dict[int | None, Tensor] = {}
 
-    def attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
         key, value = self._gather(keys), self._gather(values)  # [B, K, L, .]
-        mask = self._mask(window)
+        mask = self._mask(scoring.window)
         if self._width == 1:  # the query heads of a key head stand in for queries: no key is repeated
             rows = query.reshape(len(query), key.shape[1], -1, query.shape[-1])  # [B, K, H / K, D]
-            return _attend(rows, key, value, mask, scale, softcap).flatten(1, 2)
+            return _attend(rows, key, value, mask, scoring).flatten(1, 2)
         rows = self._pad(query).transpose(1, 2)  # [B, H, T, D]
-        out = _attend(rows, key, value, mask, scale, softcap).transpose(1, 2).flatten(0, 1)
+        out = _attend(rows, key, value, mask, scoring).transpose(1, 2).flatten(0, 1)
         return out if self._real is None else out[self._real]
 
     def _gather(self, slots: Tensor) -> Tensor:
@@ -137,30 +123,20 @@ class VarlenAttention:
         self._query_offsets = _offsets(queries, slots.device)
         self._key_offsets = _offsets(ends, slots.device) if any(starts) else self._query_offsets
 
-    def __call__(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        assert softcap is None, "the runner gives layers with a softcap to GatherAttention"
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        assert scoring.softcap is None, "the runner gives layers with a softcap to GatherAttention"
         keys, values = self.cache.write(layer, self.slots, key, value)
         if self._key_slots is not None:
             key, value = keys[self._key_slots], values[self._key_slots]
         offsets = (self._query_offsets, self._key_offsets)
-        return varlen(query, key, value, *offsets, self._max_query, self._max_key, scale, window)
+        return varlen(query, key, value, *offsets, self._max_query, self._max_key, scoring)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:
-    if softcap is not None:
-        return softcapped_attention(query, key, value, mask, scale, softcap)
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:
+    if scoring.softcap is not None:
+        return softcapped_attention(query, key, value, mask, scoring.scale, scoring.softcap)
     is_grouped = query.shape[1] != key.shape[1]
-    return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=is_grouped)
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scoring.scale, enable_gqa=is_grouped)
 
 
 def _cut(queries: Sequence[int], ends: Sequence[int]) -> list[tuple[int, int]]:
