@@ -7,23 +7,61 @@ over it: they say what an example is.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 from verl.batch import Batch
 from verl.data.examples import ExampleDataset, collate
 from verl.observe.metrics import VALIDATION, PhaseTimer
-from verl.trainer.inputs import Given
+from verl.trainer.callbacks import Callback
+from verl.trainer.inputs import Given, given_sections
 from verl.trainer.measures import describe_answers, training_speed
 from verl.trainer.offline_assembly import OfflineParts, answers_in, assemble_offline, load_offline_inputs
 from verl.trainer.offline_sections import OfflineRun
+from verl.trainer.placement import serve_rank_0
 from verl.trainer.run_loop import Made, RunLoop
 
 OfflineRunT = TypeVar("OfflineRunT", bound=OfflineRun)
 
 
 class OfflineTrainer(RunLoop[OfflineRunT, OfflineParts]):
-    """A trainer whose steps learn from the next examples of a data set."""
+    """A trainer whose steps learn from the next examples of a data set.
+
+    model      folder or hub name, a transformers module, or the keys of the ``model`` section
+    data       file, folder, list of mappings, ``datasets.Dataset``, or the keys of the ``data`` section
+    tokenizer  a tokenizer or where to load it from; default: beside the model
+    val        held-out rows, as ``data``
+    algorithm  name or keys of the ``algorithm`` section; default: the first of the family
+    callbacks  instead of those that the config asks for (``default_callbacks``), which also write metrics and save
+    sections   actor, validation, trainer, track, profile: keys as in a YAML config
+
+    Under torchrun ranks other than 0 serve in the constructor and leave with SystemExit(0), as in ``PPOTrainer``.
+
+    Raises ConfigError or DataError for anything wrong before a model is loaded, where it can be known by then.
+    """
+
+    Run: ClassVar[type[OfflineRun]]
+    """The sections of its runs."""
+    default_algorithm: ClassVar[str]
+
+    def __init__(
+        self,
+        model: Any,
+        data: Any,
+        *,
+        tokenizer: Any = None,
+        val: Any = None,
+        algorithm: str | Mapping[str, Any] | None = None,
+        callbacks: list[Callback] | None = None,
+        **sections: Any,
+    ) -> None:
+        serve_rank_0()
+        keys, given = given_sections(model, tokenizer, data, val)
+        run = self.Run.parse(
+            {**keys, "algorithm": self.default_algorithm if algorithm is None else algorithm, **sections}
+        )
+        self._set_up(cast(OfflineRunT, run), given, callbacks)
 
     @classmethod
     @abstractmethod
