@@ -263,6 +263,8 @@ def _kind(field: FieldInfo) -> str:
 
 
 def _words(annotation: Any) -> str:
+    if hasattr(annotation, "__metadata__"):
+        return _words(get_args(annotation)[0])
     if hasattr(annotation, "__value__"):
         annotation = annotation.__value__
     origin, arguments = get_origin(annotation), get_args(annotation)

@@ -84,6 +84,14 @@ def test_what_is_no_number_of_steps(tmp_path: Path, text: str) -> None:
         ("actor.optim.warmup_step=1", ["actor.optim", "'warmup_step'", "did you mean 'warmup_steps'"]),
         ("actor.lr=1e-5", ["actor: unknown key 'lr'", "known as actor.optim.lr, critic.optim.lr"]),
         ("trainer.temperature=1", ["trainer: unknown key 'temperature'", "rollout.temperature"]),
+        ("actor.optim.beta2=0.95", ["unknown key 'beta2': write betas: [beta1, beta2]"]),
+        ("actor.optim.betas=0.9", ["actor.optim.betas", "valid list, got 0.9"]),
+        ("actor.optim.betas=[0.9]", ["actor.optim.betas", "at least 2 items", "got [0.9]"]),
+        ("actor.optim.betas=[0.9,0.99,0.999]", ["actor.optim.betas", "at most 2 items", "got [0.9, 0.99, 0.999]"]),
+        ("actor.optim.betas=[0.9,1]", ["actor.optim.betas.1", "less than 1, got 1"]),
+        ("actor.optim.betas=[-0.1,0.9]", ["actor.optim.betas.0", "greater than or equal to 0, got -0.1"]),
+        ("reference.gradient_checkpointing=true", ["reference: unknown key", "the role makes no backward pass"]),
+        ("reference.reshard_after_forward=false", ["reference: unknown key", "always freed after use"]),
         ("total_steps=3", ["unknown key 'total_steps'", "known as trainer.total_steps"]),
         ("trainr.seed=1", ["unknown key 'trainr'; did you mean 'trainer'"]),
         ("algorithm.cliphigh=0.3", ["algorithm", "'cliphigh'; did you mean 'clip_high'"]),
@@ -219,7 +227,6 @@ IDLE = [
     (["track.project=mine"], "track.project: needs wandb"),
     (["profile.with_stacks=true"], "profile.with_stacks: needs profile.steps"),
     (["reward.workers=0", "reward.timeout_s=3"], "reward.timeout_s: needs reward.workers above 0"),
-    (["algorithm.kl_coef=0.1", "reference.gradient_checkpointing=true"], "the reference makes no backward pass"),
     (["data.val=v.jsonl", "validation.samples_per_prompt=4"], "validation.samples_per_prompt: validation.temperature"),
 ]
 

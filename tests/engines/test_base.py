@@ -248,3 +248,13 @@ def test_gradient_checkpointing_of_a_model_that_cant() -> None:
     network = PolicyNetwork(CausalLM(AutoModelForCausalLM.from_config(config, dtype=torch.float32)))
     with pytest.raises(ConfigError, match=r"actor\.gradient_checkpointing"):
         TrainingEngine(network, TrainedConfig(gradient_checkpointing=True), CPU, "actor")
+
+
+def test_the_decays_of_the_moments_are_the_sections() -> None:
+    optim = OptimConfig(betas=[0.5, 0.25], max_grad_norm=None)
+    engine = TrainingEngine(PolicyNetwork(CausalLM(tiny_model("llama"))), TrainedConfig(optim=optim), CPU, "actor")
+    engine.update(sampled_batch(PROMPTS, RESPONSES), grpo_loss(), lr=1e-3)
+    gradient = {p: state["exp_avg"] / 0.5 for p, state in engine.optimizer.state.items()}
+    for parameter, state in engine.optimizer.state.items():
+        torch.testing.assert_close(state["exp_avg_sq"], 0.75 * gradient[parameter] ** 2)
+    assert any(bool(g.abs().max() > 0) for g in gradient.values())

@@ -22,3 +22,7 @@ def test_cosine_is_half_way_down_in_the_middle() -> None:
     assert optim.lr_at(2, 10) == optim.lr_at(3, 10) == 2.0
     assert optim.lr_at(7, 10) == pytest.approx(1.0)
     assert 0 < optim.lr_at(10, 10) < 0.08
+
+
+def test_betas_are_read_in_any_form() -> None:
+    assert OptimConfig.parse({"betas": ["0.8", "9e-1"]}).betas == OptimConfig(betas=(0.8, 0.9)).betas == [0.8, 0.9]

@@ -11,7 +11,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
 from pydantic import (
     AliasChoices,
@@ -38,6 +38,9 @@ class Section(BaseModel):
     of lists, mappings and unions; a boolean is never taken for a number, nor a number with a fraction for text.
     """
 
+    formerly: ClassVar[dict[str, str]] = {}
+    """Keys that earlier versions knew -> what says it now; part of the message that they are unknown."""
+
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
@@ -54,11 +57,15 @@ class Section(BaseModel):
         if isinstance(data, Mapping) and cls.model_config.get("extra") == "forbid":
             known = {key for name in cls.model_fields for key in _spellings(cls, name)}
             if unknown := [str(key) for key in data if key not in known]:
-                hints = "; ".join(f"unknown key {key!r}{did_you_mean(key, known)}" for key in unknown)
+                hints = "; ".join(f"unknown key {key!r}{cls._hint(key, known)}" for key in unknown)
                 stop = "" if hints.endswith("?") else "."
                 message = f"{hints}{stop} {cls.__name__} takes: {', '.join(sorted(known))}"
                 raise PydanticCustomError("unknown_key", "{message}", {"message": message, "unknown": unknown})
         return data
+
+    @classmethod
+    def _hint(cls, key: str, known: AbstractSet[str]) -> str:
+        return f": {cls.formerly[key]}" if key in cls.formerly else did_you_mean(key, known)
 
     @field_validator("*", mode="before")
     @classmethod

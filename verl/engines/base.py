@@ -134,7 +134,7 @@ class TrainingEngine(Engine):
         self.optimizer = torch.optim.AdamW(
             parameters,
             lr=config.optim.lr,
-            betas=(config.optim.beta1, config.optim.beta2),
+            betas=(config.optim.betas[0], config.optim.betas[1]),
             weight_decay=config.optim.weight_decay,
             fused=all(p.is_cuda for _, p in parameters),
         )

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
-from verl.engines.config import EngineConfig
+from verl.engines.config import EngineConfig, TrainedConfig
 from verl.engines.mesh import SHARDING_AXIS, Mesh
 from verl.models.networks import Network, PackedRows
 
@@ -40,20 +40,20 @@ class ShardedNetwork:
         self.offset = network.offset
         self.dtype = next(self.module.parameters()).dtype
         self._network, self._root = network, _Whole(network.module)
+        self._stays_gathered = isinstance(config, TrainedConfig) and not config.reshard_after_forward
         for unit in (*_layers(self.lm.backbone), self._root):
             if is_trained:
                 _to_float32(unit)
             fully_shard(
                 unit,
                 mesh=mesh.axis(SHARDING_AXIS),
-                reshard_after_forward=config.reshard_after_forward and unit is not self._root,
+                reshard_after_forward=not self._stays_gathered and unit is not self._root,
                 mp_policy=MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32),
                 offload_policy=_offload_policy(mesh) if config.offload_parameters else OffloadPolicy(),
             )
         for sharded in self._units():
             sharded.set_gradient_divide_factor(1.0)  # sums stay sums
             sharded.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
-        self._stays_gathered = not config.reshard_after_forward
 
     def __call__(self, rows: PackedRows, entropy: bool = False) -> dict[str, Tensor]:
         return self._run(lambda: self._network(rows, entropy))

@@ -77,8 +77,6 @@ class OnPolicyRun(Run):
         found, roles = super().idle_keys(), self.roles()
         for role in {"critic", "reference"} - set(roles):
             found.setdefault(role, f"algorithm {self.algorithm.name!r} as configured uses no {role}")
-        if "reference" in roles:
-            found["reference.gradient_checkpointing"] = "the reference makes no backward pass"
         if self.data.val is not None and self.validation.temperature == 0:
             found["validation.samples_per_prompt"] = "validation.temperature is 0, so the samples of a prompt are equal"
         if self.reward.model is not None:
