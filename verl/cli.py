@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from verl import __version__
+from verl.common.collector import exit_without_collecting
 from verl.common.errors import VerlError
 
 app = typer.Typer(
@@ -225,6 +226,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 def main() -> None:
     """Entry of the ``verl`` command: a known error is one message and exit code 1, not a traceback."""
+    exit_without_collecting()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that can't show a character gets a question mark
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from verl.common.collector import paused_collector
 from verl.controller.place import Place
 from verl.controller.results import Result, Store
 
@@ -71,6 +72,7 @@ class Worker:
             import torch
 
             torch.cuda.set_device(command.place.device)
-        cls, kwargs = command.cls_and_kwargs.load()
+        with paused_collector():  # it imports what the role needs
+            cls, kwargs = command.cls_and_kwargs.load()
         place = replace(command.place, colocated=self._roles)
         self._roles[command.role] = cls(place=place, **kwargs)

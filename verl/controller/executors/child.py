@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 
+from verl.common.collector import exit_without_collecting
 from verl.controller.executors.channel import Channel
 from verl.controller.executors.lifeline import die_with
 from verl.controller.executors.memory import store
@@ -18,6 +19,7 @@ def main(channel_fd: int, lifeline_fd: int, parent: int) -> None:
     for fd in (channel_fd, lifeline_fd):
         os.set_inheritable(fd, False)
     die_with(lifeline_fd, parent)
+    exit_without_collecting()
     if os.environ["RANK"] != "0":
         say_only_errors()
     serve(Channel(socket.socket(fileno=channel_fd)))
