@@ -350,7 +350,7 @@ def one_step_runs(folder: Path) -> Iterator[Path]:
         made.close()
         yield folder / algorithm["name"]
     judged = [{"prompt": f"{i}+1=", "chosen": "12", "rejected": "3", "response": "4", "label": i % 2} for i in range(6)]
-    data = {"train": judged, "max_prompt_tokens": 8, "max_response_tokens": 4}
+    data = {"train": judged, "max_example_tokens": 12}
     demonstrations = {"train": judged, "max_example_tokens": 16}
     offline_runs = {"dpo": data, "kto": data, "bradley_terry": data, "sft": demonstrations}
     for name, rows in offline_runs.items():

@@ -54,9 +54,20 @@ def test_one_prompt_alone_is_refused(prompts: list[str]) -> None:
 
 def test_an_example_gets_its_own_prompt_with_anothers_answer() -> None:
     made = [Example(i, (Answer((10 + i,), (20 + i, 2), (True, True)),), (True,), "rows") for i in range(3)]
-    found = with_mismatches(ExampleDataset(made, LoadReport(3, 3, {}, ())), seed=0)
+    found = with_mismatches(ExampleDataset(made, LoadReport(3, 3, {}, ())), seed=0, max_tokens=3)
     for example in found:
         assert example.mismatched is not None
         assert example.mismatched.prompt_ids == example.prompt_ids
         assert example.mismatched.response_ids != example.answers[0].response_ids
     assert {example.mismatched.response_ids for example in found if example.mismatched} == {(20, 2), (21, 2), (22, 2)}
+
+
+def test_a_long_prompt_with_a_long_answer_is_cut_to_the_limit_of_an_example() -> None:
+    long_prompt = Answer((10, 11, 12), (20,), (True,))
+    long_answer = Answer((13,), (21, 22, 2), (True, False, True))
+    made = [Example(i, (answer,), (True,), "rows") for i, answer in enumerate((long_prompt, long_answer))]
+    found = with_mismatches(ExampleDataset(made, LoadReport(2, 2, {}, ())), seed=0, max_tokens=4)
+    assert [example.mismatched for example in found] == [
+        Answer((10, 11, 12), (21,), (True,)),
+        Answer((13,), (20,), (True,)),
+    ]

@@ -95,14 +95,41 @@ def test_long_prompts_are_cut_the_same_on_both_sides(keys: dict[str, Any], left:
 
 def test_a_pair_with_one_long_answer_leaves_whole_or_is_cut() -> None:
     rows = [PAIR, {**PAIR, "rejected": "w9 w9 w9 w9"}]
-    found = pairs(rows, max_response_tokens=3)
-    assert len(found) == 1 and "an answer has 5 tokens, limit 3" in found.report.summary()
-    cut = pairs(rows, max_response_tokens=3, overlong_responses="right")
+    found = pairs(rows, max_example_tokens=6)
+    assert found.report.summary() == (
+        "read 2 rows, kept 1; 1 dropped (overlong): rows[1] (prompt and answer have 8 tokens, limit 6 "
+        "(data.max_example_tokens))"
+    )
+    cut = pairs(rows, max_example_tokens=6, overlong_examples="right")
     assert [answer.response_ids for answer in cut[1].answers] == [(7, 8, 2), (9, 9, 9)]
-    with pytest.raises(DataError, match=r"1 of 2 rows can't be used.*\n.*rows\[1\] \(row 1\): an answer has 5"):
-        pairs(rows, max_response_tokens=3, overlong_responses="error")
+    assert cut.report.summary() == "read 2 rows, kept 2; 1 cut: rows[1] (prompt and answer have 8 tokens)"
+    with pytest.raises(
+        DataError, match=r"1 of 2 rows can't be used.*\n.*rows\[1\] \(row 1\): .* have 8 tokens, limit 6"
+    ):
+        pairs(rows, max_example_tokens=6, overlong_examples="error")
     with pytest.raises(DataError, match="no example is left"):
-        pairs(rows, max_response_tokens=1)
+        pairs(rows, max_example_tokens=3)
+
+
+@pytest.mark.parametrize("limit", [3, 4])
+def test_an_example_that_is_cut_to_its_prompt_is_dropped(limit: int) -> None:
+    found = singles(
+        [{"prompt": "hi w6 w7", "response": "w7", "label": 1}, {"prompt": "hi", "response": "w8", "label": 1}],
+        max_example_tokens=limit, overlong_examples="right",
+    )  # fmt: skip
+    assert [(example.row_id, len(example)) for example in found] == [(1, limit)]
+    assert (
+        f"1 dropped (overlong): rows[0] (no token of an answer is within the limit of {limit}" in found.report.summary()
+    )
+
+
+def test_the_limit_of_an_example_is_on_what_is_left_of_its_prompt() -> None:
+    rows = [{**PAIR, "prompt": "hi w6 w7 w8"}]
+    (example,) = pairs(rows, max_prompt_tokens=3, overlong_prompts="left", max_example_tokens=6)
+    assert [len(answer) for answer in example.answers] == [6, 5]
+    for keys in ({}, {"max_prompt_tokens": 4, "overlong_prompts": "left"}):
+        with pytest.raises(DataError, match="no example is left"):
+            pairs(rows, max_example_tokens=6, **keys)
 
 
 def test_a_long_prompt_may_be_an_error() -> None:
@@ -145,7 +172,7 @@ def test_solutions_to_gsm8k_make_pairs_and_single_answers() -> None:
     models = [f"{size}_{kind}" for size in ("6b", "175b") for kind in ("finetuning", "verification")]
     config = PreferenceDataConfig(
         prompt_key="question", judged_keys=models, response_key="solution", label_key="is_correct",
-        max_response_tokens=4096, max_prompt_tokens=4096,
+        max_prompt_tokens=4096, max_example_tokens=8192,
     )  # fmt: skip
     found = load_preferences(GSM8K, config, tokenizer, is_paired=False, max_rows=50)
     assert len(found) == 200 and 0 < sum(example.is_chosen[0] for example in found) < 200

@@ -44,7 +44,7 @@ def validations(folder: Path, algorithm: dict[str, Any], lr: float = 0.003) -> l
     is_paired = algorithm["name"] == "dpo"
     trainer = PreferenceTrainer(
         {"scratch": dict(SCRATCH), "tokenizer": "chars:0123456789+="},
-        {"train": rows(is_paired, 0, 60), "max_prompt_tokens": 8, "max_response_tokens": 4},
+        {"train": rows(is_paired, 0, 60), "max_example_tokens": 12},
         val=rows(is_paired, 60, 90),
         algorithm=algorithm,
         actor={"optim": {"lr": lr}},

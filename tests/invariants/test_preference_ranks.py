@@ -20,7 +20,7 @@ ROWS = [
 def metrics(folder: Path, algorithm: str, **placement: Any) -> list[dict[str, float]]:
     trainer = PreferenceTrainer(
         {"scratch": dict(SCRATCH), "tokenizer": "chars:0123456789+="},
-        {"train": ROWS, "max_prompt_tokens": 8, "max_response_tokens": 4},
+        {"train": ROWS, "max_example_tokens": 12},
         val=ROWS[:3],
         algorithm=algorithm,
         actor={"optim": {"lr": 0.01}, "max_tokens_per_micro_batch": 24},

@@ -17,12 +17,12 @@ def run(algorithm: Any = "dpo", **sections: Any) -> PreferenceRun:
     ("algorithm", "budget", "is_right"), [("dpo", 95, False), ("dpo", 96, True), ("kto", 47, False), ("kto", 48, True)]
 )
 def test_what_is_compared_fits_a_micro_batch(algorithm: str, budget: int, is_right: bool) -> None:
-    keys = {"data": {"train": "d", "max_prompt_tokens": 16, "max_response_tokens": 32}}
+    keys = {"data": {"train": "d", "max_example_tokens": 48}}
     actor = {"actor": {"max_tokens_per_micro_batch": budget}}
     if is_right:
         assert run(algorithm, **keys, **actor).actor.max_tokens_per_micro_batch == budget
         return
-    with pytest.raises(ConfigError, match=f"data.max_prompt_tokens .* actor.max_tokens_per_micro_batch={budget}"):
+    with pytest.raises(ConfigError, match=f"data.max_example_tokens = .* actor.max_tokens_per_micro_batch={budget}"):
         run(algorithm, **keys, **actor)
 
 

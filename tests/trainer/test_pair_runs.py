@@ -22,7 +22,7 @@ WORKERS = {"executor": "processes", "devices": 2}
 def judge(folder: Path, **sections: Any) -> PreferenceTrainer:
     return PreferenceTrainer(
         {"scratch": dict(SCRATCH), "tokenizer": "chars:0123456789+="},
-        {"train": PAIRS, "max_prompt_tokens": 8, "max_response_tokens": 4},
+        {"train": PAIRS, "max_example_tokens": 12},
         algorithm="bradley_terry",
         actor={"optim": {"lr": 0.01}, "mini_batches_per_epoch": 2},
         trainer={"output_dir": folder / "run", "rows_per_step": 5, "total_steps": 4, "device": "cpu"},

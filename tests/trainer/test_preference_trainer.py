@@ -24,7 +24,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {"dpo": PAIRS, "kto": SINGLES}
 
 
 def sections(folder: Path, algorithm: str = "dpo", **trainer: Any) -> dict[str, Any]:
-    data = {"train": ROWS[algorithm], "max_prompt_tokens": 8, "max_response_tokens": 4}
+    data = {"train": ROWS[algorithm], "max_example_tokens": 12}
     return {
         "model": {"scratch": dict(SCRATCH), "tokenizer": "chars:0123456789+="},
         "data": data,

@@ -88,3 +88,18 @@ class DataConfig(Section):
         if taken := sorted(_SET_BY_US & value.keys()):
             raise ValueError(f"chat_template_kwargs can't set {', '.join(taken)}: the library does")
         return value
+
+
+class ExampleDataConfig(DataConfig):
+    """Answers that are there already, for training and validation."""
+
+    ground_truth_key: str | None = Field(None, min_length=1)
+    """Not read: no reward compares answers here."""
+
+    max_example_tokens: int = Field(2048, ge=1)
+    """Longest example, in tokens: prompt and answer, or the whole conversation, with the token that ends it. Of a pair
+    each side may be that long."""
+
+    overlong_examples: Literal["drop", "error", "right"] = "drop"
+    """What becomes of a longer one. ``drop``: left out, counted and named. ``error``: the run doesn't start. ``right``:
+    the first tokens stay; one without an answer among them is dropped."""

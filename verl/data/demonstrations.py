@@ -6,12 +6,12 @@ turns count. Which tokens those are is ``supervision.py``'s business. Knows noth
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
 from verl.common.errors import DataError
-from verl.data.config import DataConfig
+from verl.data.config import ExampleDataConfig
 from verl.data.examples import Answer, Example, ExampleDataset, answer_of
 from verl.data.prompts import Incident, LoadReport, require_column
 from verl.data.sources import SourceRow, raise_problems, read_all
@@ -21,19 +21,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class DemonstrationDataConfig(DataConfig):
+class DemonstrationDataConfig(ExampleDataConfig):
     """Conversations to learn from and to validate on."""
 
-    ground_truth_key: str | None = Field(None, min_length=1)
-    """Not read: no reward compares answers here."""
     response_key: str | None = Field("response", min_length=1)
     """Column with the answer to the prompt. Null: `prompt_key` holds whole conversations, of which every assistant turn
     is learned."""
-    max_example_tokens: int = Field(2048, ge=1)
-    """Longest example, in tokens: the whole conversation with the token that ends it."""
-    overlong_examples: Literal["drop", "error", "right"] = "drop"
-    """What becomes of a longer one. `drop`: left out, counted and named. `error`: the run doesn't start. `right`: the
-    first tokens stay; one without an answer among them is dropped."""
 
 
 def load_demonstrations(
@@ -70,7 +63,7 @@ def load_demonstrations(
             if config.overlong_examples != "right":
                 dropped.setdefault("overlong", []).append(found)
                 continue
-            answer = _first_tokens(answer, limit)
+            answer = answer.first_tokens(limit)
             cut.append(found)
         kept.append(Example(row_id, (answer,), (True,), row.source))
     if problems:
@@ -97,9 +90,3 @@ def _encode(row: SourceRow, config: DemonstrationDataConfig, tokenizer: PreTrain
     if config.overlong_examples == "right" and start >= limit:
         raise AnswerCut(f"the answer begins at token {start}, beyond the limit of {limit}")
     return answer
-
-
-def _first_tokens(answer: Answer, limit: int) -> Answer:
-    """The answer without what stands beyond ``limit`` tokens of prompt and response."""
-    rest = limit - len(answer.prompt_ids)
-    return Answer(answer.prompt_ids, answer.response_ids[:rest], answer.response_mask[:rest])

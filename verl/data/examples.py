@@ -34,6 +34,11 @@ class Answer:
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
 
+    def first_tokens(self, limit: int) -> Answer:
+        """The answer without what stands beyond ``limit`` tokens of prompt and response; the prompt stays whole."""
+        rest = max(0, limit - len(self.prompt_ids))
+        return Answer(self.prompt_ids, self.response_ids[:rest], self.response_mask[:rest])
+
     @cached_property
     def key(self) -> bytes:
         """16 bytes that tell it from every other answer by its ids."""

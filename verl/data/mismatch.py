@@ -48,12 +48,15 @@ def partners(prompts: Sequence[Hashable], seed: int) -> list[int]:
     return found
 
 
-def with_mismatches(examples: ExampleDataset, seed: int) -> ExampleDataset:
-    """``examples`` whose ``mismatched`` is their own prompt with the first answer of their partner."""
+def with_mismatches(examples: ExampleDataset, seed: int, max_tokens: int) -> ExampleDataset:
+    """``examples`` whose ``mismatched`` is their own prompt with the first answer of their partner.
+
+    A long prompt may meet a long answer: what is beyond ``max_tokens``, the limit of an example, is cut.
+    """
     of = partners([example.prompt_ids for example in examples], seed)
     made = []
     for example, partner in zip(examples, of, strict=True):
         other = examples[partner].answers[0]
         mismatched = Answer(example.prompt_ids, other.response_ids, other.response_mask)
-        made.append(replace(example, mismatched=mismatched))
+        made.append(replace(example, mismatched=mismatched.first_tokens(max_tokens)))
     return ExampleDataset(made, examples.report)

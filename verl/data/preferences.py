@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
 from verl.common.errors import DataError
 from verl.data.chat import check_messages, check_prompt, encode_prompt
-from verl.data.config import DataConfig
+from verl.data.config import ExampleDataConfig
 from verl.data.examples import Answer, Example, ExampleDataset
 from verl.data.prompts import Incident, LoadReport, name_some, require_column
 from verl.data.sources import SourceRow, raise_problems, read_all
@@ -27,11 +27,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class PreferenceDataConfig(DataConfig):
+class PreferenceDataConfig(ExampleDataConfig):
     """Judged answers for training and validation."""
 
-    ground_truth_key: str | None = Field(None, min_length=1)
-    """Not read: no reward compares answers here."""
     chosen_key: str = Field("chosen", min_length=1)
     """Column with the better answer of a pair: text, or messages of which the last is the answer."""
     rejected_key: str = Field("rejected", min_length=1)
@@ -44,10 +42,6 @@ class PreferenceDataConfig(DataConfig):
     judged_keys: list[str] = []
     """Columns that each hold an answer (`response_key`) to the row's prompt and its label (`label_key`). Each desirable
     one with each undesirable one makes a pair. Empty: the other keys name the columns themselves."""
-    max_response_tokens: int = Field(1024, ge=1)
-    """Longest answer, in tokens, the one that ends it included."""
-    overlong_responses: Literal["drop", "error", "right"] = "drop"
-    """What becomes of an example with a longer one, as with `overlong_prompts`. `right`: the first tokens stay."""
 
 
 class _TooLong(DataError):
@@ -75,15 +69,16 @@ def load_preferences(
 
     is_paired  pairs of a chosen and a rejected answer, or single ones with a label
     key        the configuration key that ``source`` came from, for messages
-    Examples with a prompt or answer beyond its limit are dropped and named, cut, or an error, as the section says; a
-    pair whose answers are the same ids teaches nothing and is warned of. Raises DataError for rows that can't be used,
-    all at once, and when nothing is left.
+    Examples beyond a limit, by their prompt or as a whole, are dropped, cut, or an error, as the section says, and are
+    named in any case; a pair whose answers are the same ids teaches nothing and is warned of. Raises DataError for rows
+    that can't be used, all at once, and when nothing is left.
     """
     rows = read_all(source, config, key, max_rows)
     kept: list[Example] = []
     problems: list[str] = []
     refused: list[Incident] = []
     overlong: list[Incident] = []
+    cut: list[Incident] = []
     single: list[Incident] = []
     for row_id, row in enumerate(rows):
         try:
@@ -95,8 +90,11 @@ def load_preferences(
             single.append(Incident(row_id, row.where, "its answers are all of one label"))
         for answers, is_chosen in judged:
             try:
-                made = _encode(require_column(row, config.prompt_key, "data.prompt_key"), answers, config, tokenizer)
+                prompt = require_column(row, config.prompt_key, "data.prompt_key")
+                made, longest_cut = _encode(prompt, answers, config, tokenizer)
                 kept.append(Example(row_id, made, is_chosen, row.source))
+                if longest_cut:
+                    cut.append(Incident(row_id, row.where, f"prompt and answer have {longest_cut} tokens"))
             except _TooLong as error:
                 found = Incident(row_id, row.where, str(error))
                 (refused if error.rule == "error" else overlong).append(found)
@@ -106,10 +104,10 @@ def load_preferences(
         raise_problems(key, problems, len(rows), "Mend or remove these rows:")
     if refused:
         named = [f"{one.where} (row {one.row_id}): {one.detail}" for one in refused]
-        advice = "Raise the limit, or set data.overlong_prompts or data.overlong_responses to drop or right:"
+        advice = "Raise the limit, or set data.overlong_prompts or data.overlong_examples to drop or right:"
         raise_problems(key, named, len(rows), advice)
     dropped = {reason: tuple(found) for reason, found in (("overlong", overlong), ("no pair", single)) if found}
-    report = LoadReport(len(rows), len(kept), dropped, ())
+    report = LoadReport(len(rows), len(kept), dropped, tuple(cut))
     if not kept:
         raise DataError(f"{key}: no example is left to learn from: {report.summary()}")
     _warn_of_equal_pairs(kept, key)
@@ -148,8 +146,11 @@ def _judged(row: SourceRow, key: str, config: PreferenceDataConfig) -> tuple[Any
 
 def _encode(
     prompt: Any, answers: Judged, config: PreferenceDataConfig, tokenizer: PreTrainedTokenizerBase
-) -> tuple[Answer, ...]:
-    """Ids of each answer behind the one prompt. Raises _TooLong where the section doesn't say to cut."""
+) -> tuple[tuple[Answer, ...], int]:
+    """Ids of each answer behind the one prompt, and the length of the longest that had to be cut, 0 if none had to.
+
+    Raises _TooLong where the section doesn't say to cut.
+    """
     checked = check_prompt(prompt)
     prompt_ids = tuple(encode_prompt(tokenizer, checked, config))
     if not prompt_ids:
@@ -159,7 +160,9 @@ def _encode(
     if len(prompt_ids) > limit and rule in ("drop", "error"):
         raise _TooLong(f"its prompt has {len(prompt_ids)} tokens, limit {limit} (data.max_prompt_tokens)", rule)
     cut = prompt_ids[-limit:] if rule == "left" else prompt_ids[:limit]
-    return tuple(_encode_answer(checked, prompt_ids, cut, answer, config, tokenizer) for answer in answers)
+    made = [_encode_answer(checked, prompt_ids, cut, answer, config, tokenizer) for answer in answers]
+    uncut = [length for answer, length in made if length > len(answer)]
+    return tuple(answer for answer, _ in made), max(uncut, default=0)
 
 
 def _encode_answer(
@@ -169,18 +172,20 @@ def _encode_answer(
     answer: Any,
     config: PreferenceDataConfig,
     tokenizer: PreTrainedTokenizerBase,
-) -> Answer:
+) -> tuple[Answer, int]:
+    """The answer behind the prompt ``cut``, within the limit, and the length that it would have without limits."""
     supervised = supervise(tokenizer, prompt, config, answer=_text_of(answer, prompt))
     start = len(prompt_ids)
     if supervised.input_ids[:start] != prompt_ids:
         raise DataError("the chat template renders the prompt differently when an answer follows it")
-    ids, mask = supervised.input_ids[start:], supervised.labels_mask[start:]
-    limit, rule = config.max_response_tokens, config.overlong_responses
-    if len(ids) > limit and rule != "right":
-        raise _TooLong(f"an answer has {len(ids)} tokens, limit {limit} (data.max_response_tokens)", rule)
-    if not any(mask[:limit]):
-        raise _TooLong(f"no token of an answer is within the limit of {limit} (data.max_response_tokens)", "drop")
-    return Answer(cut, ids[:limit], mask[:limit])
+    whole = Answer(cut, supervised.input_ids[start:], supervised.labels_mask[start:])
+    limit, rule = config.max_example_tokens, config.overlong_examples
+    if len(whole) > limit and rule != "right":
+        raise _TooLong(f"prompt and answer have {len(whole)} tokens, limit {limit} (data.max_example_tokens)", rule)
+    answer = whole.first_tokens(limit)
+    if not any(answer.response_mask):
+        raise _TooLong(f"no token of an answer is within the limit of {limit} (data.max_example_tokens)", "drop")
+    return answer, len(supervised.input_ids)
 
 
 def _text_of(answer: Any, prompt: Any) -> str:

@@ -92,8 +92,9 @@ def _parts(config: OfflineRun, inputs: OfflineInputs, roles: Roles) -> OfflinePa
     needs, trainer = roles.algorithm.needs, config.trainer
     train, val = inputs.train, inputs.val
     if "kl_estimate" in needs:
-        train = with_mismatches(train, trainer.seed)
-        val = None if val is None else with_mismatches(val, trainer.seed)
+        limit = config.data.max_example_tokens
+        train = with_mismatches(train, trainer.seed, limit)
+        val = None if val is None else with_mismatches(val, trainer.seed, limit)
     parts = OfflineParts(
         device=roles.device,
         module=roles.module,
@@ -163,9 +164,10 @@ def _check_fit(hf_config: PretrainedConfig, config: OfflineRun, examples: Exampl
     # a mismatched answer may have the longest prompt and the longest response
     longest = max(len(e.prompt_ids) for e in examples)
     longest += max(len(answer.response_ids) for e in examples for answer in e.answers)
+    longest = min(longest, config.data.max_example_tokens)
     for name, limit in position_limits(hf_config).items():
         if longest > limit:
             raise ConfigError(
                 f"the longest prompt of data.{key} and its longest answer come to {longest} tokens; the model has "
-                f"{limit} positions ({name}). Lower data.max_prompt_tokens or the limit of answers"
+                f"{limit} positions ({name}). Set data.max_example_tokens to {limit} or less"
             )

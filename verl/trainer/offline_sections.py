@@ -7,6 +7,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from verl.algorithms import ALGORITHMS
+from verl.data.config import ExampleDataConfig
 from verl.data.preferences import PreferenceDataConfig
 from verl.trainer.base_sections import BaseTrainerConfig, Run
 
@@ -26,17 +27,20 @@ class OfflineTrainerConfig(BaseTrainerConfig):
 class OfflineRun(Run):
     """A whole run that samples nothing."""
 
+    data: ExampleDataConfig
+    """Answers to train and validate on."""
     trainer: OfflineTrainerConfig = OfflineTrainerConfig()
     """Length of the run and its outputs."""
 
     @property
     def longest_example(self) -> tuple[int, str]:
         """Most tokens of what has to be in one micro-batch, and the keys that say so."""
-        raise NotImplementedError
+        return self.data.max_example_tokens, "data.max_example_tokens"
 
     def idle_keys(self) -> dict[str, str]:
         """As in Run."""
         found = super().idle_keys()
+        found["data.ground_truth_key"] = "no reward compares answers here"
         found["reference"] = "the starting policy's log-probs are computed by the actor, before its first update"
         found |= {f"placement.{role}": "the run has no such role" for role in ("critic", "reference", "rollout")}
         return found
@@ -49,7 +53,7 @@ class OfflineRun(Run):
         if longest > budget:
             found.append(
                 f"an example of {keys} = {longest} tokens doesn't fit actor.max_tokens_per_micro_batch={budget}: raise "
-                "that key or lower one of the others"
+                "that key or lower the other"
             )
         if self.actor.mini_batches_per_epoch > self.trainer.rows_per_step:
             found.append(
@@ -75,14 +79,12 @@ class PreferenceRun(OfflineRun):
     @property
     def longest_example(self) -> tuple[int, str]:
         """As in OfflineRun."""
-        row = self.data.max_prompt_tokens + self.data.max_response_tokens
-        keys = "data.max_prompt_tokens + data.max_response_tokens"
-        return (2 * row, f"2 * ({keys})") if self.is_paired else (row, keys)
+        limit, key = super().longest_example
+        return (2 * limit, f"2 * {key}") if self.is_paired else (limit, key)
 
     def idle_keys(self) -> dict[str, str]:
         """As in Run."""
         found = super().idle_keys()
-        found["data.ground_truth_key"] = "no reward compares answers here"
         name = self.algorithm.name
         if not self.is_paired or self.data.judged_keys:
             reason = "data.judged_keys is given" if self.is_paired else f"algorithm {name!r} needs no pairs"

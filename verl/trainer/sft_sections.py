@@ -16,16 +16,10 @@ class SFTRun(OfflineRun):
     data: DemonstrationDataConfig
     """Conversations to learn from and to validate on."""
 
-    @property
-    def longest_example(self) -> tuple[int, str]:
-        """As in OfflineRun."""
-        return self.data.max_example_tokens, "data.max_example_tokens"
-
     def idle_keys(self) -> dict[str, str]:
         """As in Run."""
         found = super().idle_keys()
         found["reference"] = f"algorithm {self.algorithm.name!r} uses no reference"
-        found["data.ground_truth_key"] = "no reward compares answers here"
         found |= {
             f"data.{key}": "the limit is that of whole examples, data.max_example_tokens"
             for key in ("max_prompt_tokens", "overlong_prompts")
