@@ -123,7 +123,7 @@ def assert_same_weights(straight: Path, legs: Path, atol: float = 1e-5) -> None:
     [
         (PPO, [ONE, DP2, TP2, PP2, SP2, ONE]),
         (KL_IN_LOSS, [PP2, ONE, TP2, APART]),
-        (GRPO, [DP2, ONE]),
+        (GRPO, [{**DP2, "profile__steps": [2]}, ONE]),
         (DAPO, [DP2, ONE]),
         (FEW_ROWS, [TP2, DP2]),
     ],
@@ -139,6 +139,8 @@ def test_a_run_of_many_placements_is_that_of_one_process(
         run(tmp_path / "legs", 2 * number, **{**changes, **leg})
         assert checkpoints_of(tmp_path / "legs" / "run")[-1] == f"step_{2 * number:06d}"
         assert weights_of(tmp_path / "legs")
+    traced = {f"step_000002.rank{rank}.json" for rank in (0, 1) if any("profile__steps" in leg for leg in legs)}
+    assert {path.name for path in (tmp_path / "legs" / "run").glob("traces/*")} == traced
     assert_same_steps(tmp_path / "straight", tmp_path / "legs")
     assert f"{VALIDATION}score/mean" in metrics_of(tmp_path / "legs" / "run")[-1]
     assert_same_weights(tmp_path / "straight", tmp_path / "legs")

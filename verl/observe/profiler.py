@@ -49,19 +49,24 @@ class StepProfiler:
 
     folder       where traces go; made when the first is written
     rank         this process among all that trace
-    total_steps  steps of the run
+    total_steps  steps of the run; left out, nobody is warned of what a selection doesn't match
     world_size   number of those processes; left out, torch.distributed's, else rank + 1
     A selection that matches no step or no rank is a warning, from rank 0. A trace that can't be written is a warning.
     """
 
     def __init__(
-        self, config: ProfileConfig, folder: Path, rank: int, total_steps: int, world_size: int | None = None
+        self,
+        config: ProfileConfig,
+        folder: Path,
+        rank: int,
+        total_steps: int | None = None,
+        world_size: int | None = None,
     ) -> None:
         self._config, self._folder, self._rank = config, folder, rank
         is_selected = config.ranks is None or rank in config.ranks
         self._steps = frozenset(config.steps) if is_selected else frozenset()
-        if rank == 0:
-            for warning in _unmatched(config, total_steps, world_size or _world_size(rank)):
+        if rank == 0 and total_steps is not None:
+            for warning in unmatched(config, total_steps, world_size or _world_size(rank)):
                 _log.warning("%s", warning)
 
     @contextmanager
@@ -246,8 +251,8 @@ class _Recording:
         return self._trace
 
 
-def _unmatched(config: ProfileConfig, total_steps: int, world_size: int) -> list[str]:
-    """What the selection asks for and won't get."""
+def unmatched(config: ProfileConfig, total_steps: int, world_size: int) -> list[str]:
+    """What the selection asks for and won't get, in a run of so many steps and processes."""
     if not config.steps:
         asked = sorted(name for name in config.model_fields_set if name != "steps" and getattr(config, name))
         return [f"profile.{name} is set, but profile.steps is empty: nothing is traced" for name in asked]

@@ -109,6 +109,7 @@ def _parts(config: OnPolicyRun, inputs: Inputs, roles: Roles) -> Parts:
         own_attention=roles.own_attention,
         controller=roles.controller,
         groups=roles.groups,
+        tracers=roles.tracers,
     )
     parts.passes = _passes(parts, roles.reference)
     return parts

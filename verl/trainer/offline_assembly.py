@@ -115,6 +115,7 @@ def _parts(config: OfflineRun, inputs: OfflineInputs, roles: Roles) -> OfflinePa
         own_attention=roles.own_attention,
         controller=roles.controller,
         groups=roles.groups,
+        tracers=roles.tracers,
     )
     if "old_log_probs" in needs:
         parts.passes.append(roles.actor)

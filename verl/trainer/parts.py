@@ -40,6 +40,7 @@ class RunParts:
     compute      what the actor trains on
     controller   of the workers; None where all is in this process
     groups       of the workers
+    tracers      their profilers, where steps are traced
     """
 
     device: torch.device
@@ -54,6 +55,7 @@ class RunParts:
     own_attention: str = ""
     controller: Controller | None = None
     groups: list[WorkerGroup] = field(default_factory=list)
+    tracers: list[WorkerGroup] = field(default_factory=list)
     passes: list[Any] = field(default_factory=list)
 
     def take_model(self) -> None:

@@ -6,6 +6,7 @@ The only place that knows which engine, network and worker make up a role. Nothi
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -37,6 +38,7 @@ from verl.workers.recipe import Recipe, learner
 from verl.workers.reference import BaseReference, Reference
 from verl.workers.remote import RemoteEngine, RemoteRollout, RemoteWeights
 from verl.workers.served import EngineWorker, RolloutWorker
+from verl.workers.tracer import Tracer
 from verl.workers.trained import Critic, TrainedRole
 
 log = logging.getLogger(__name__)
@@ -66,6 +68,7 @@ class Roles:
     own_attention: str = ""
     controller: Controller | None = None
     groups: list[WorkerGroup] = field(default_factory=list)
+    tracers: list[WorkerGroup] = field(default_factory=list)
 
 
 def check_placement(config: Run, model: PreTrainedModel | None) -> None:
@@ -211,7 +214,20 @@ def _roles_on_workers(config: Run, recipe: Recipe, controller: Controller) -> Ro
         compute=Compute(device_name, actor_group.grid.world_size),
         controller=controller,
         groups=groups,
+        tracers=_tracers(config, controller, list(pools.values())),
     )
+
+
+def _tracers(config: Run, controller: Controller, pools: list[ResourcePool]) -> list[WorkerGroup]:
+    """The profilers of all workers, where steps are traced."""
+    if not config.profile.steps:
+        return []
+    keys: dict[str, Any] = {"config": config.profile, "folder": config.trainer.output_dir / "traces"}
+    first_ranks = itertools.accumulate((pool.size for pool in pools), initial=0)
+    return [
+        controller.group(f"tracer of rank {first}", Tracer, pool, first_rank=first, **keys)
+        for first, pool in zip(first_ranks, pools, strict=False)
+    ]
 
 
 def _policy_module(model: PreTrainedModel | None, recipe: Recipe, device: torch.device) -> PreTrainedModel:

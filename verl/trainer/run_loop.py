@@ -26,6 +26,7 @@ from verl.trainer.parts import RunParts
 from verl.trainer.placement import serve_rank_0
 from verl.trainer.resume import prepare_folder, restore
 from verl.trainer.run_claim import RunClaim
+from verl.workers.tracer import RemoteProfiler
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +118,7 @@ class RunLoop(ABC, Generic[RunT, PartsT]):
         self.callbacks = default_callbacks(self.sample_writers()) if callbacks is None else callbacks
         self._asked = 0
         self._is_started = False
-        self.profiler = StepProfiler(ProfileConfig(), config.trainer.output_dir, rank=0, total_steps=1)
+        self.profiler: StepProfiler | RemoteProfiler = StepProfiler(ProfileConfig(), config.trainer.output_dir, rank=0)
         try:
             restore(self)
         except BaseException:
@@ -218,8 +219,11 @@ class RunLoop(ABC, Generic[RunT, PartsT]):
         self.claim.take()
         self._is_started = True
         self.parts.take_model()
-        folder = self.config.trainer.output_dir
-        self.profiler = StepProfiler(self.config.profile, folder / "traces", rank=0, total_steps=self.last_step)
+        profile, folder = self.config.profile, self.config.trainer.output_dir / "traces"
+        if self.parts.groups:
+            self.profiler = RemoteProfiler(self.parts.tracers, profile, self.last_step)
+        else:
+            self.profiler = StepProfiler(profile, folder, rank=0, total_steps=self.last_step)
         for callback in self.callbacks:
             callback.on_start(self)
 
