@@ -168,6 +168,43 @@ def test_an_adapter_of_another_model(tmp_path: Path) -> None:
         merge_adapter(tiny_model("gpt2"), tmp_path)
 
 
+TIED = {"tie_word_embeddings": True}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"target_modules": ["q_proj", "lm_head"]},
+        {"target_modules": ["q_proj", "embed_tokens"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # peft warns of tied weights itself
+def test_an_adapter_of_one_use_of_a_tied_weight_is_refused(keys: dict[str, list[str]], tmp_path: Path) -> None:
+    """Merged, the other use would change too: another model than the one that was trained."""
+    with torch.random.fork_rng():
+        made = peft.get_peft_model(tiny_model("llama", shape=TIED), peft.LoraConfig(task_type="CAUSAL_LM", **keys))
+        with torch.no_grad():
+            for parameter in made.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.1 * parameter.requires_grad)
+        made.save_pretrained(tmp_path, save_embedding_layers=False)
+    with pytest.raises(CheckpointError, match="tie_word_embeddings"):
+        merge_adapter(tiny_model("llama", shape=TIED), tmp_path)
+    merged = merge_adapter(tiny_model("llama"), tmp_path)  # weights of their own: nothing is shared
+    assert merged.lm_head.weight is not merged.model.embed_tokens.weight
+
+
+def test_a_tied_weight_saved_at_both_its_places_is_one(tmp_path: Path) -> None:
+    module = tiny_model("llama", shape=TIED)
+    add_adapter(module, LoraConfig(rank=2), base="nowhere", seed=0)
+    weight = module.lm_head.weight.detach() + 1
+    saved = {**trained(module), "lm_head.weight": weight, "model.embed_tokens.weight": weight.clone()}
+    save_adapter(tmp_path, module, saved)
+    assert torch.equal(merge_adapter(tiny_model("llama", shape=TIED), tmp_path).lm_head.weight, weight)
+
+
 def test_names_that_the_model_lacks_are_listed() -> None:
     with pytest.raises(ConfigError, match=r"model.lora.target_modules names 'query'; .* q_proj"):
         add_adapter(tiny_model("llama"), LoraConfig(target_modules=["query"]), base="nowhere", seed=0)

@@ -189,6 +189,7 @@ def merge_adapter(module: PreTrainedModel, folder: Path) -> PreTrainedModel:
     described.modules_to_save = None  # heads are whole weights, which no layer of peft's need hold
     try:
         tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in load_file(folder / WEIGHTS).items()}
+        _check_shared(module, tensors, folder)
         heads = {name: tensor for name, tensor in tensors.items() if ".lora_" not in name}
         lost: list[str] = module.float().load_state_dict(heads, strict=False).unexpected_keys
         adapted = peft.LoraModel(module, described, _NAME)
@@ -204,6 +205,24 @@ def merge_adapter(module: PreTrainedModel, folder: Path) -> PreTrainedModel:
     same: Any = merged  # transformers declares `to` as no method
     restored: PreTrainedModel = same.to(dtype).requires_grad_(True)
     return restored
+
+
+def _check_shared(module: PreTrainedModel, tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Raise CheckpointError where ``tensors`` would change one use of a weight that has several: merged, all change."""
+    uses: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        uses.setdefault(id(parameter), []).append(name)
+    touched = {f"{name.partition('.lora_')[0]}.weight" if ".lora_" in name else name for name in tensors}
+    for names in uses.values():
+        found = sorted(touched.intersection(names))
+        whole = [tensors[name] for name in names if name in tensors]
+        is_same = len(whole) == len(names) and all(torch.equal(whole[0], tensor) for tensor in whole)
+        if len(names) > 1 and found and not is_same:
+            raise CheckpointError(
+                f"the adapter in {folder} changes {' and '.join(found)}, and its model has one weight for "
+                f"{' and '.join(names)} (tie_word_embeddings), which can't hold that: start from a model without tied "
+                "weights, or from an adapter that leaves them alone"
+            )
 
 
 def _peft() -> Any:
