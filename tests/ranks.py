@@ -1,4 +1,4 @@
-"""``run_ranks(n, fn)``: run a function on n real gloo processes and hand back what each returned."""
+"""``run_ranks(n, fn)``: run a function on n real processes and hand back what each returned."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class RankFailed(AssertionError):
     """A rank raised, died or hung; the text carries its traceback."""
 
 
-def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
-    """``[fn(0, *args), .., fn(n - 1, *args)]``, each in a process of its own, in one gloo group of n ranks.
+def run_ranks(n: int, fn: Callable[..., Any], *args: Any, backend: str = "gloo", timeout_s: float = 120) -> list[Any]:
+    """``[fn(0, *args), .., fn(n - 1, *args)]``, each in a process of its own, in one group of n ranks.
 
     fn         any function, a local one or a lambda too; its result must pickle
     timeout_s  the ranks are killed after this many seconds
@@ -36,7 +36,7 @@ def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120
         ends, workers = [], []
         for rank in range(n):
             near, far = context.Pipe(duplex=False)
-            workers.append(context.Process(target=_main, args=(rank, n, str(store), work, far), daemon=True))
+            workers.append(context.Process(target=_main, args=(rank, n, backend, str(store), work, far), daemon=True))
             workers[-1].start()
             far.close()
             ends.append(near)
@@ -68,7 +68,7 @@ def _collect(ends: list[Connection], deadline: float) -> list[Any]:
     return [results[rank] for rank in range(len(ends))]
 
 
-def _main(rank: int, world_size: int, store: str, work: bytes, answer: Connection) -> None:
+def _main(rank: int, world_size: int, backend: str, store: str, work: bytes, answer: Connection) -> None:
     import torch
     import torch.distributed as dist
 
@@ -76,8 +76,10 @@ def _main(rank: int, world_size: int, store: str, work: bytes, answer: Connectio
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     try:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+        dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size)
         fn, args = cloudpickle.loads(work)
         answer.send((True, cloudpickle.dumps(fn(rank, *args))))
         dist.barrier()  # a rank that leaves early would cut off the others
