@@ -53,3 +53,9 @@ def columns_of(batch: Batch, names: Sequence[str]) -> dict[str, Tensor]:
 def near(values: Tensor, expected: object, tol: float = 1e-5) -> None:
     """Assert equality up to ``tol``."""
     torch.testing.assert_close(values.double(), torch.as_tensor(expected, dtype=torch.float64), atol=tol, rtol=tol)
+
+
+def limited(algorithm, tokens):
+    """``algorithm`` of a run whose responses have at most ``tokens``."""
+    algorithm.max_response_tokens = tokens
+    return algorithm

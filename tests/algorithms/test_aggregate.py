@@ -64,7 +64,7 @@ def test_nothing_to_count():
 
 
 def test_mistakes_are_named():
-    with pytest.raises(ConfigError, match="loss_norm_tokens"):
+    with pytest.raises(AssertionError, match="longest response"):
         aggregate(LOSSES, MASK, "seq-mean-token-sum-norm")
     with pytest.raises(ConfigError, match=r"loss_aggregation.*'mean'.*token-mean"):
         aggregate(LOSSES, MASK, "mean")

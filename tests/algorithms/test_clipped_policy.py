@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from tests.algorithms.rows import NAN, near
+from tests.algorithms.rows import NAN, limited, near
 from verl.algorithms.base import Loss
 from verl.algorithms.cispo import CISPO, CISPOConfig
 from verl.algorithms.grpo import GRPO, GRPOConfig
@@ -58,7 +58,7 @@ ALGORITHMS = {
     "grpo": GRPO(GRPOConfig(kl_coef=0.3, entropy_coef=0.2)),
     "grpo, sequences": GRPO(GRPOConfig(kl_coef=0.3, entropy_coef=0.2, loss_aggregation="seq-mean-token-mean")),
     "ppo, sums": PPO(PPOConfig(kl_coef=0.3, kl_in="loss", loss_aggregation="seq-mean-token-sum")),
-    "norm": GRPO(GRPOConfig(kl_coef=0.1, loss_aggregation="seq-mean-token-sum-norm", loss_norm_tokens=16)),
+    "norm": limited(GRPO(GRPOConfig(kl_coef=0.1, loss_aggregation="seq-mean-token-sum-norm")), 16),
     "plain sum": GRPO(GRPOConfig(entropy_coef=0.1, loss_aggregation="token-sum")),
     "corrected": GRPO(GRPOConfig(correction={"mode": "sequence", "kind": "truncate"})),
     "gspo": GSPO(GSPOConfig(clip_low=0.3, clip_high=0.3, kl_coef=0.1, entropy_coef=0.1)),
@@ -121,6 +121,17 @@ def test_all_terms_by_hand():
         "actor/approx_kl": 0.0,
     }.items():
         near(torch.stack(loss.metrics[key]), [expected, 2])
+
+
+@pytest.mark.parametrize("how", get_args(Aggregation))
+def test_kl_and_entropy_are_logged_a_token_however_the_loss_is_aggregated(how):
+    """Or a sum over a long response would look like a policy that has run away (docs/health.md)."""
+    algorithm = GRPO(GRPOConfig(kl_coef=0.1, kl_estimator="k1", loss_aggregation=how, loss_norm_tokens=16))
+    data = columns([[1.0] * 4] * 2, mask=[[True] * 4, [True, False, False, False]], ref_log_probs=[[-1.5] * 4] * 2)
+    loss = algorithm.actor_loss(torch.full((2, 4), -1.0, requires_grad=True), torch.full((2, 4), 0.7), data)
+    for key, expected in {"actor/kl": 0.5, "actor/entropy": 0.7}.items():
+        total, count = loss.metrics[key]
+        near(total / count, expected)
 
 
 def test_entropy_without_a_coefficient_is_a_metric_only():

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tests.algorithms.rows import NAN, columns_of, make_batch, near
+from tests.algorithms.rows import NAN, columns_of, limited, make_batch, near
 from verl.algorithms.dapo import DAPO, DAPOConfig
 
 
@@ -50,7 +50,7 @@ def test_rows_of_a_group_need_not_be_neighbours():
 
 def test_equal_scores_of_unequal_lengths_are_equal_before_the_overlong_penalty():
     """Length 4 of 4 with a buffer of 2 loses 1, length 2 nothing; the scores given are 1 and 1."""
-    algorithm = DAPO(DAPOConfig(overlong={"max_tokens": 4, "buffer_tokens": 2}))
+    algorithm = limited(DAPO(DAPOConfig(overlong={"buffer_tokens": 2})), 4)
     batch = make_batch([4, 2], [1, 1], groups=[0, 0])
     assert not algorithm.keeps(batch).any()
     mixed = make_batch([4, 2], [1, 0], groups=[0, 0])  # 1 - 1 and 0: kept, and equal afterwards

@@ -3,7 +3,6 @@ import torch
 
 from tests.algorithms.rows import NAN, make_batch, near
 from verl.algorithms.outcome import group_relative, groups_of, over_tokens, read_outcome, write_outcome
-from verl.algorithms.overlong import OverlongConfig
 from verl.common.errors import MissingField
 
 
@@ -15,7 +14,7 @@ def test_a_number_a_row_on_its_sampled_tokens():
 
 def test_read_and_write():
     batch = make_batch([2, 1, 0], [1, 0, NAN], groups=[7, 7, 8], masked=[(0, 0)])
-    outcome = read_outcome(batch, OverlongConfig())
+    outcome = read_outcome(batch, None)
     near(group_relative(outcome.groups, False), [0.5, -0.5, 0])
     near(group_relative(outcome.groups, True), [0.5**0.5, -(0.5**0.5), 0])
     metrics = write_outcome(batch, outcome, torch.tensor([3.0, -1.0, 5.0]))
@@ -27,10 +26,10 @@ def test_read_and_write():
 
 def test_groups_of_other_scores():
     batch = make_batch([1, 1], [1, 0], groups=[0, 0])
-    outcome = read_outcome(batch, OverlongConfig())
+    outcome = read_outcome(batch, None)
     near(groups_of(batch, outcome.credit, torch.tensor([4.0, 2.0])).centred, [1, -1])
 
 
 def test_a_batch_without_groups_is_refused():
     with pytest.raises(MissingField, match="group_id"):
-        read_outcome(make_batch([1], [1], groups=[]), OverlongConfig())
+        read_outcome(make_batch([1], [1], groups=[]), None)

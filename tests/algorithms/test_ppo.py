@@ -149,10 +149,8 @@ def test_critic_loss_by_hand():
         {"kl_coef": -1.0},
         {"kl_estimator": "k4"},
         {"loss_aggregation": "mean"},
-        {"loss_norm_tokens": 0},
         {"clip_ratio": 0.2},
         {"kl_target": 0.1, "kl_in": "loss", "kl_coef": 0.1},
-        {"loss_aggregation": "seq-mean-token-sum-norm"},
     ],
 )
 def test_wrong_keys_are_named(keys):
@@ -169,7 +167,6 @@ def test_wrong_keys_are_named(keys):
         ({"kl_horizon": 5.0, "kl_coef": 0.1}, ["kl_horizon"]),
         ({"kl_coef": 0.1, "kl_in": "loss", "kl_estimator": "k1"}, ["kl_estimator"]),
         ({"kl_coef": 0.1, "kl_estimator": "k3+"}, ["the + of kl_estimator"]),
-        ({"loss_norm_tokens": 9}, ["loss_norm_tokens"]),
         ({"correction": {"mode": "none", "cap": 3.0}}, ["correction.cap"]),
         ({"kl_coef": 0.1, "kl_target": 0.1, "kl_horizon": 5.0, "kl_estimator": "k2"}, []),
         ({"kl_coef": 0.1, "kl_in": "loss", "kl_estimator": "k1+"}, []),

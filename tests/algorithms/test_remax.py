@@ -1,13 +1,13 @@
 import pytest
 
-from tests.algorithms.rows import NAN, make_batch, near
+from tests.algorithms.rows import NAN, limited, make_batch, near
 from verl.algorithms.remax import ReMax, ReMaxConfig
 from verl.batch import Batch
 from verl.common.errors import MissingField
 
 
 def credited(batch: Batch, **keys: object) -> dict[str, float]:
-    return ReMax(ReMaxConfig(**keys)).advantages(batch)
+    return limited(ReMax(ReMaxConfig(**keys)), 4).advantages(batch)
 
 
 def test_by_hand_on_ragged_rows_with_tool_tokens():
@@ -66,7 +66,7 @@ def test_the_kl_is_in_the_return_and_not_in_the_baseline():
 
 def test_the_overlong_penalty_is_the_responses_alone():
     batch = make_batch([4], [1], rows={"greedy_scores": [0.25]})
-    credited(batch, overlong={"max_tokens": 4, "buffer_tokens": 4, "penalty": 0.5})
+    credited(batch, overlong={"buffer_tokens": 4, "penalty": 0.5})
     near(batch["advantages"], [0.25] * 4)
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -55,6 +56,12 @@ def test_a_rollout_samples_from_the_module_that_it_is_given(tmp_path: Path) -> N
     rollout.weights_changed(1)
     after = rollout.generate([request])[0].log_probs
     assert after != before and abs(after[0] - torch.tensor(1 / 14).log().item()) < 1e-5
+
+
+def test_an_algorithm_knows_the_longest_response_of_the_rollout(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, rollout__max_response_tokens=7)
+    assert recipe.make_algorithm(torch.float32).max_response_tokens == 7
+    assert replace(recipe, rollout=None).make_algorithm(torch.float32).max_response_tokens is None
 
 
 def test_rounding_apart_follows_from_the_type(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def aggregate(values: Tensor, mask: Tensor, how: Aggregation, norm_tokens: int |
 
     values       [B, R] float  a loss a token; what stands outside the mask isn't read
     mask         [B, R] bool
-    norm_tokens  the constant row length of "seq-mean-token-sum-norm"
+    norm_tokens  the constant row length of "seq-mean-token-sum-norm": the longest response allowed
     Returns two float32 scalars; the count has no gradient.
 
     token-mean               sum over tokens               / tokens
@@ -48,18 +48,9 @@ def aggregate(values: Tensor, mask: Tensor, how: Aggregation, norm_tokens: int |
     if how == "seq-mean-token-sum":
         return per_row.sum(), rows
     if how == "seq-mean-token-sum-norm":
-        return per_row.sum(), rows * checked_norm(norm_tokens)
+        assert norm_tokens is not None, "seq-mean-token-sum-norm needs the longest response allowed"
+        return per_row.sum(), rows * norm_tokens
     raise ConfigError(f"loss_aggregation is {how!r}; allowed: {', '.join(get_args(Aggregation))}")
-
-
-def checked_norm(norm_tokens: int | None) -> int:
-    """``norm_tokens``, or ConfigError when nobody gave it."""
-    if not norm_tokens:
-        raise ConfigError(
-            "loss_aggregation 'seq-mean-token-sum-norm' divides by loss_norm_tokens: set it, for example to the "
-            "longest response allowed"
-        )
-    return norm_tokens
 
 
 def for_metric(how: Aggregation) -> Aggregation:

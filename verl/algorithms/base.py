@@ -73,6 +73,8 @@ class Algorithm(ABC, Generic[ConfigT]):
         self.config = config
         self.rollout_rounds_apart = False
         """Whether sampler and trainer compute a log-prob to different roundings that matter: set by who assembles."""
+        self.max_response_tokens: int | None = None
+        """Longest response that the rollout gives: set by who assembles; None where nothing is sampled."""
 
     @property
     @abstractmethod

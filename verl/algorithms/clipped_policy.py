@@ -8,25 +8,26 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor
-from typing_extensions import Self
 
-from verl.algorithms.aggregate import Aggregation, aggregate, checked_norm, for_metric
+from verl.algorithms.aggregate import Aggregation, aggregate, for_metric
 from verl.algorithms.base import AlgorithmConfig, Loss, Metrics, OnPolicyAlgorithm, changed, clean, take
 from verl.algorithms.correction import CorrectionConfig, correction_weights, rollout_diff
 from verl.algorithms.kl import KLEstimator, kl_estimate
 from verl.algorithms.masked import masked_max, masked_min, masked_sum
-from verl.algorithms.overlong import OverlongConfig
+from verl.algorithms.overlong import OverlongConfig, Ramp
 from verl.algorithms.policy_loss import PolicyTerms, clipped_ratio_loss
 from verl.common.errors import MissingField
 
 
 class RatioPolicyConfig(AlgorithmConfig):
     """Keys that the whole on-policy family shares."""
+
+    formerly: ClassVar[dict[str, str]] = {"loss_norm_tokens": "it is rollout.max_response_tokens"}
 
     clip_low: float = Field(default=0.2, gt=0, le=1)
     """How far below 1 the probability ratio of a token may fall before its gradient stops."""
@@ -39,9 +40,8 @@ class RatioPolicyConfig(AlgorithmConfig):
     kl_estimator: KLEstimator | None = None
     """Estimator of that divergence; null is k1 in the reward and k3 in the loss."""
     loss_aggregation: Aggregation = "token-mean"
-    """What losses of tokens are averaged over: all tokens of the update, or each response first."""
-    loss_norm_tokens: int | None = Field(default=None, gt=0)
-    """Constant response length, in tokens, that seq-mean-token-sum-norm divides by."""
+    """What losses of tokens are averaged over: all tokens of the update, or each response first; with -norm each
+    response's sum over rollout.max_response_tokens."""
     correction: CorrectionConfig = CorrectionConfig()
     """Weights for rollout log-probs that differ from training log-probs."""
     overlong: OverlongConfig = OverlongConfig()
@@ -57,12 +57,6 @@ class RatioPolicyConfig(AlgorithmConfig):
         """The KL estimator in use."""
         return self.kl_estimator or "k3"
 
-    @model_validator(mode="after")
-    def _norm_is_given(self) -> Self:
-        if self.loss_aggregation == "seq-mean-token-sum-norm":
-            checked_norm(self.loss_norm_tokens)
-        return self
-
     def ineffective_keys(self) -> list[str]:
         """As in AlgorithmConfig."""
         found = self.correction.ineffective_keys() + self.overlong.ineffective_keys()
@@ -70,8 +64,6 @@ class RatioPolicyConfig(AlgorithmConfig):
             found.append("kl_estimator (kl_coef is 0)")
         if self.loss_kl_coef > 0 and self.estimator == "k1":
             found.append("kl_estimator (the gradient of k1 in the loss is 0 on average: use k1+, k2 or k3)")
-        if self.loss_aggregation != "seq-mean-token-sum-norm" and changed(self, "loss_norm_tokens"):
-            found.append("loss_norm_tokens (loss_aggregation isn't seq-mean-token-sum-norm)")
         return found
 
 
@@ -99,6 +91,11 @@ class RatioPolicy(OnPolicyAlgorithm[RatioT]):
         """Whether the entropy bonus has a weight."""
         return self.config.entropy_coef > 0
 
+    @property
+    def overlong(self) -> Ramp | None:
+        """Where scores fall as a response nears the limit; None: nowhere."""
+        return self.config.overlong.ramp(self.max_response_tokens)
+
     def actor_loss(self, log_probs: Tensor, entropy: Tensor | None, columns: Mapping[str, Tensor]) -> Loss:
         """The policy's loss on one micro-batch: surrogate * correction + kl_coef * KL - entropy_coef * entropy.
 
@@ -119,12 +116,12 @@ class RatioPolicy(OnPolicyAlgorithm[RatioT]):
         metrics["actor/policy_loss"] = self._metric(weighted, mask)
         if "ref_log_probs" in columns or self.config.loss_kl_coef > 0:
             kl = kl_estimate(now, take(columns, "ref_log_probs", mask), self.config.estimator)
-            metrics["actor/kl"] = self._metric(kl, mask)
+            metrics["actor/kl"] = over_tokens(kl, mask)  # nats a token, however the loss is aggregated
             if self.config.loss_kl_coef > 0:
                 total = total + self.config.loss_kl_coef * self._aggregate(kl, mask)[0]
         if entropy is not None:
             entropy = clean(entropy, mask, "entropy")
-            metrics["actor/entropy"] = self._metric(entropy, mask)
+            metrics["actor/entropy"] = over_tokens(entropy, mask)
         if self.needs_entropy_gradient:
             assert entropy is not None, "entropy_coef > 0 needs the entropy of each token"
             assert entropy.requires_grad or not log_probs.requires_grad, "entropy_coef > 0 needs the entropy's gradient"
@@ -158,11 +155,11 @@ class RatioPolicy(OnPolicyAlgorithm[RatioT]):
         return loss, metrics
 
     def _aggregate(self, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        return aggregate(values, mask, self.config.loss_aggregation, self.config.loss_norm_tokens)
+        return aggregate(values, mask, self.config.loss_aggregation, self.max_response_tokens)
 
     def _metric(self, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         how = for_metric(self.config.loss_aggregation)
-        return aggregate(values.detach(), mask, how, self.config.loss_norm_tokens)
+        return aggregate(values.detach(), mask, how, self.max_response_tokens)
 
 
 class ClippedPolicyConfig(RatioPolicyConfig):
@@ -201,15 +198,16 @@ def response_mask(columns: Mapping[str, Tensor]) -> Tensor:
 def ratio_metrics(terms: PolicyTerms, old_minus_now: Tensor, mask: Tensor) -> Metrics:
     """Of the sampled tokens: the ratio, what was clipped, and k1 of KL(old policy || policy now)."""
     tokens = mask.sum().float()
-
-    def over_tokens(values: Tensor) -> tuple[Tensor, Tensor]:
-        return masked_sum(values.float(), mask), tokens
-
     return {
-        "actor/ratio/mean": over_tokens(terms.ratio),
+        "actor/ratio/mean": over_tokens(terms.ratio, mask),
         "actor/ratio/max": (masked_max(terms.ratio, mask), tokens),
         "actor/ratio/min": (masked_min(terms.ratio, mask), tokens),
-        "actor/clip_frac": over_tokens(terms.is_clipped),
-        "actor/clip_frac_lower": over_tokens(terms.is_clipped_lower),
-        "actor/approx_kl": over_tokens(torch.clamp(old_minus_now, -20, 20)),
+        "actor/clip_frac": over_tokens(terms.is_clipped, mask),
+        "actor/clip_frac_lower": over_tokens(terms.is_clipped_lower, mask),
+        "actor/approx_kl": over_tokens(torch.clamp(old_minus_now, -20, 20), mask),
     }
+
+
+def over_tokens(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """A metric: the mean of ``values`` [B, R] over the tokens where ``mask``, as (sum, count)."""
+    return masked_sum(values.detach().float(), mask), mask.sum().float()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.masked import masked_max, masked_mean, masked_min
-from verl.algorithms.overlong import OverlongConfig, overlong_loss
+from verl.algorithms.overlong import Ramp, overlong_loss
 from verl.batch import Batch, FinishReason
 
 
@@ -46,7 +46,7 @@ def counted_rows(batch: Batch) -> Tensor:
     return keep
 
 
-def assign_credit(batch: Batch, overlong: OverlongConfig | None = None, also: Tensor | None = None) -> Credit:
+def assign_credit(batch: Batch, overlong: Ramp | None = None, also: Tensor | None = None) -> Credit:
     """Read scores and masks of ``batch`` and take out the rows that don't count; ``overlong`` shapes the scores.
 
     also  [B] bool  False takes a row out besides those that ``counted_rows`` leaves out

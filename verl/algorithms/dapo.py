@@ -51,5 +51,5 @@ class DAPO(ClippedPolicy[DAPOConfig]):
 
     def advantages(self, batch: Batch) -> dict[str, float]:
         """As in Algorithm; ``returns`` are the advantages."""
-        outcome = read_outcome(batch, self.config.overlong)
+        outcome = read_outcome(batch, self.overlong)
         return write_outcome(batch, outcome, group_relative(outcome.groups, by_std=True))

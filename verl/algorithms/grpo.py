@@ -37,5 +37,5 @@ class GRPO(ClippedPolicy[GRPOConfig]):
 
     def advantages(self, batch: Batch) -> dict[str, float]:
         """As in Algorithm; ``returns`` are the advantages."""
-        outcome = read_outcome(batch, self.config.overlong)
+        outcome = read_outcome(batch, self.overlong)
         return write_outcome(batch, outcome, group_relative(outcome.groups, self.config.normalise_by_std))

@@ -48,7 +48,7 @@ class GSPO(RatioPolicy[GSPOConfig]):
 
     def advantages(self, batch: Batch) -> dict[str, float]:
         """As in Algorithm; ``returns`` are the advantages."""
-        outcome = read_outcome(batch, self.config.overlong)
+        outcome = read_outcome(batch, self.overlong)
         return write_outcome(batch, outcome, group_relative(outcome.groups, self.config.normalise_by_std))
 
     def policy_terms(self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor) -> PolicyTerms:

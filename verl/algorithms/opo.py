@@ -34,7 +34,7 @@ class OPO(ClippedPolicy[OPOConfig]):
 
     def advantages(self, batch: Batch) -> dict[str, float]:
         """As in Algorithm; ``returns`` are the advantages."""
-        outcome = read_outcome(batch, self.config.overlong)
+        outcome = read_outcome(batch, self.overlong)
         lengths = outcome.credit.mask.sum(1)
         return write_outcome(batch, outcome, above_weighted_mean(outcome.groups, lengths))
 

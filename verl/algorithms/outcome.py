@@ -13,7 +13,7 @@ from torch import Tensor
 
 from verl.algorithms.credit import Credit, assign_credit, credit_metrics
 from verl.algorithms.group import GroupStats, group_metrics, group_stats
-from verl.algorithms.overlong import OverlongConfig
+from verl.algorithms.overlong import Ramp
 from verl.batch import Batch
 
 _EPS = 1e-6
@@ -27,7 +27,7 @@ class Outcome:
     groups: GroupStats
 
 
-def read_outcome(batch: Batch, overlong: OverlongConfig, also: Tensor | None = None) -> Outcome:
+def read_outcome(batch: Batch, overlong: Ramp | None, also: Tensor | None = None) -> Outcome:
     """Scores, masks and groups of ``batch``; rows that don't count are taken out of it, as in ``assign_credit``."""
     credit = assign_credit(batch, overlong, also)
     return Outcome(credit, groups_of(batch, credit, credit.scores))

@@ -56,7 +56,7 @@ class PPO(RewardKLPolicy[PPOConfig]):
 
     def advantages(self, batch: Batch) -> dict[str, float]:
         """As in Algorithm; returns are the critic's targets, before whitening."""
-        credit = assign_credit(batch, self.config.overlong)
+        credit = assign_credit(batch, self.overlong)
         rewards, metrics = self.penalised(credit, batch)
         values = clean(batch.padded("values"), credit.mask, "values")
         c = self.config

@@ -37,7 +37,7 @@ class ReinforcePP(RewardKLPolicy[ReinforcePPConfig]):
 
     def advantages(self, batch: Batch) -> dict[str, float]:
         """As in Algorithm; ``returns`` are R_t."""
-        outcome = read_outcome(batch, self.config.overlong)
+        outcome = read_outcome(batch, self.overlong)
         mask = outcome.credit.mask
         rewards, metrics = self.penalised(outcome.credit, batch)
         returns, _ = gae(torch.zeros_like(rewards), rewards, mask, gamma=self.config.gamma, gae_lambda=1.0)

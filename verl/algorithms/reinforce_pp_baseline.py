@@ -36,7 +36,7 @@ class ReinforcePPBaseline(ClippedPolicy[ReinforcePPBaselineConfig]):
 
     def advantages(self, batch: Batch) -> dict[str, float]:
         """As in Algorithm; ``returns`` are the advantages before whitening."""
-        outcome = read_outcome(batch, self.config.overlong)
+        outcome = read_outcome(batch, self.overlong)
         mask = outcome.credit.mask
         returns = over_tokens(outcome.groups.centred, mask)
         return write_advantages(batch, outcome, outcome.credit.token_rewards, whiten(returns, mask), returns)

@@ -41,7 +41,7 @@ class ReMax(RewardKLPolicy[ReMaxConfig]):
     def advantages(self, batch: Batch) -> dict[str, float]:
         """As in Algorithm; ``returns`` are R_t."""
         baseline = batch["greedy_scores"]
-        outcome = read_outcome(batch, self.config.overlong, torch.isfinite(baseline))
+        outcome = read_outcome(batch, self.overlong, torch.isfinite(baseline))
         mask = outcome.credit.mask
         rewards, metrics = self.penalised(outcome.credit, batch)
         returns, _ = gae(torch.zeros_like(rewards), rewards, mask, gamma=1.0, gae_lambda=1.0)

@@ -37,7 +37,7 @@ class RLOO(RewardKLPolicy[RLOOConfig]):
 
     def advantages(self, batch: Batch) -> dict[str, float]:
         """As in Algorithm; ``returns`` are the advantages."""
-        outcome = read_outcome(batch, self.config.overlong)
+        outcome = read_outcome(batch, self.overlong)
         credit = outcome.credit
         rewards, metrics = self.penalised(credit, batch)
         if rewards is not credit.token_rewards:  # an empty response has its score, and no token to hold it

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from pydantic import Field, SerializeAsAny, field_validator
 
 from verl.algorithms import ALGORITHMS
+from verl.algorithms.clipped_policy import RatioPolicyConfig
 from verl.engines.config import TrainedConfig
 from verl.rewards.config import RewardConfig
 from verl.rollout import ROLLOUT_ENGINES
@@ -96,6 +97,13 @@ class OnPolicyRun(Run):
                 f"{self.algorithm.name!r}, which compares the responses of a prompt: at least "
                 f"{algorithm.min_group_size}"
             )
+        if isinstance(self.algorithm, RatioPolicyConfig):
+            buffer, limit = self.algorithm.overlong.buffer_tokens, self.rollout.max_response_tokens
+            if buffer is not None and buffer > limit:
+                found.append(
+                    f"algorithm.overlong.buffer_tokens={buffer} is more than rollout.max_response_tokens={limit}, "
+                    "before which it is: lower it or raise that key"
+                )
         longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
         for role in roles:
             budget = getattr(self, role).max_tokens_per_micro_batch

@@ -72,6 +72,7 @@ class Recipe:
         """The algorithm, for models that compute in ``dtype``."""
         algorithm: Algorithm[Any] = ALGORITHMS.load(self.algorithm.name)(self.algorithm)
         algorithm.rollout_rounds_apart = dtype != torch.float32
+        algorithm.max_response_tokens = None if self.rollout is None else self.rollout.max_response_tokens
         return algorithm
 
     def make_actor(self, lm: CausalLM, algorithm: Algorithm[Any], device: torch.device, mesh: Mesh) -> TrainedRole:
