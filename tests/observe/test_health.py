@@ -49,7 +49,7 @@ def test_nothing_is_said_of_a_healthy_run() -> None:
         ("rollout/truncated_frac", lambda step: 0.4 if step < 10 else 0.6, 12, "cut off"),
         ("actor/skipped_updates/sum", lambda step: float(step == 6), 6, "left out"),
         ("critic/skipped_updates/sum", lambda step: 2.0 * (step == 6), 6, "critic.optim.lr"),
-        ("actor/grad_norm", lambda step: 1.0 if step < 5 else 0.0, 7, "gradient is 0"),
+        ("actor/grad_norm", lambda step: 1.0 if step < 5 else 0.0, 7, "nothing is learnt"),
     ],
 )
 def test_a_sick_metric_is_named_with_its_value_and_the_first_step(
@@ -84,6 +84,8 @@ def test_numbers_that_are_not_finite_are_beyond_every_limit() -> None:
     found = said(curve("actor/kl", lambda step: math.nan if step > 3 else 0.0))
     assert found[0].startswith("step 6: actor/kl is nan, no finite number for 3 steps")
     assert said(curve("actor/entropy", lambda step: math.nan)) == []
+    (line,) = said(curve("actor/grad_norm", lambda step: math.nan))
+    assert "is nan" in line and "is 0" not in line
 
 
 def test_each_thing_is_said_once_in_a_while() -> None:

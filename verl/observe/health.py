@@ -155,7 +155,7 @@ def rules() -> list[Rule]:
             ),
             Limit(
                 f"{role}/grad_norm",
-                "the gradient is 0, so nothing is learnt: see whether rewards differ, and whether a learning rate far "
+                "nothing is learnt from such a gradient: see whether rewards differ, and whether a learning rate far "
                 "too high has broken the weights",
                 most=0.0,
             ),
