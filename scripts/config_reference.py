@@ -61,15 +61,12 @@ class Key:
 
 
 def keys_of(section: type[BaseModel], prefix: str = "") -> list[Key]:
-    """The keys of ``section`` and, dotted, of the sections in it; one that may be null is a key too."""
+    """The keys of ``section`` and, dotted, of the sections in it."""
     found: list[Key] = []
     for name, field in section.model_fields.items():
         spelling = prefix + (field.validation_alias if isinstance(field.validation_alias, str) else name)
-        inner, optional = _inner_section(field.annotation), _optional_section(field.annotation)
-        if optional is not None:
-            meaning = " ".join((field.description or "").split())
-            found += [Key(spelling, "a section or null", _default(field), meaning), *keys_of(optional, spelling + ".")]
-        elif inner is not None:
+        inner = _inner_section(field.annotation)
+        if inner is not None:
             found += _with_defaults(keys_of(inner, spelling + "."), field, spelling)
         else:
             meaning = " ".join((field.description or "").split())
@@ -225,13 +222,6 @@ def _inner_section(annotation: Any) -> type[BaseModel] | None:
     while hasattr(annotation, "__metadata__"):
         annotation = get_args(annotation)[0]
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
-
-
-def _optional_section(annotation: Any) -> type[BaseModel] | None:
-    """The section of ``Section | None``."""
-    options = [_inner_section(option) for option in get_args(annotation) if option is not types.NoneType]
-    is_optional = get_origin(annotation) in (Union, types.UnionType) and types.NoneType in get_args(annotation)
-    return options[0] if is_optional and len(options) == 1 else None
 
 
 def _default(field: FieldInfo) -> str:

@@ -207,14 +207,16 @@ def test_a_tied_weight_saved_at_both_its_places_is_one(tmp_path: Path) -> None:
 
 def test_names_that_the_model_lacks_are_listed() -> None:
     with pytest.raises(ConfigError, match=r"model.lora.target_modules names 'query'; .* q_proj"):
-        add_adapter(tiny_model("llama"), LoraConfig(target_modules=["query"]), base="nowhere", seed=0)
+        add_adapter(tiny_model("llama"), LoraConfig(rank=2, target_modules=["query"]), base="nowhere", seed=0)
     with pytest.raises(ConfigError, match="'lm_head'"):
-        add_adapter(tiny_model("llama"), LoraConfig(target_modules=["q_proj", "lm_head"]), base="nowhere", seed=0)
+        add_adapter(
+            tiny_model("llama"), LoraConfig(rank=2, target_modules=["q_proj", "lm_head"]), base="nowhere", seed=0
+        )
 
 
 def test_one_adapter_only() -> None:
     with pytest.raises(ConfigError, match="has an adapter in it already"):
-        add_adapter(adapted(), LoraConfig(), base="nowhere", seed=0)
+        add_adapter(adapted(), LoraConfig(rank=2), base="nowhere", seed=0)
 
 
 def test_chosen_layers_get_one() -> None:
@@ -249,4 +251,4 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     monkeypatch.setattr(lora, "find_spec", lambda name: None)
     with pytest.raises(MissingExtra, match=r"pip install 'verl\[lora\]'"):
-        add_adapter(tiny_model("llama"), LoraConfig(), base="nowhere", seed=0)
+        add_adapter(tiny_model("llama"), LoraConfig(rank=2), base="nowhere", seed=0)

@@ -43,8 +43,8 @@ class ModelConfig(Section):
     """Compute type; masters and moments are float32. auto: bfloat16 on CUDA, else float32."""
     trust_remote_code: bool = False
     """Allow the model folder to run its own Python code."""
-    lora: LoraConfig | None = None
-    """Train an adapter of low rank beside the frozen model instead of the model."""
+    lora: LoraConfig = LoraConfig()
+    """An adapter of low rank that learns in the model's place."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

@@ -36,14 +36,20 @@ _PREFIX = "base_model.model."
 
 
 class LoraConfig(Section):
-    """Train an adapter of low rank beside the frozen model."""
+    """An adapter of low rank that learns beside the frozen model, where it has a rank."""
 
-    rank: int = Field(16, ge=1)
-    """Rows of A and columns of B: what an adapter can express, and its size."""
+    rank: int | None = Field(None, ge=1)
+    """Rows of A and columns of B, such as 16: what an adapter can express, and its size. Null: no adapter, the model
+    itself learns."""
     alpha: float = Field(32.0, gt=0)
     """The adapter's product is multiplied by alpha / rank."""
     target_modules: str | list[str] = "all-linear"
     """Linear layers that get an adapter, such as `[q_proj, v_proj]`; all-linear: every one but the head."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is an adapter."""
+        return self.rank is not None
 
     @field_validator("target_modules")
     @classmethod
@@ -56,7 +62,7 @@ class LoraConfig(Section):
 def check_installed() -> None:
     """Raise MissingExtra where peft isn't there."""
     if find_spec("peft") is None:
-        raise MissingExtra("peft", "lora", "an adapter (model.lora)")
+        raise MissingExtra("peft", "lora", "an adapter (model.lora.rank)")
 
 
 def add_adapter(module: PreTrainedModel, config: LoraConfig, *, base: str, seed: int) -> None:
@@ -68,7 +74,7 @@ def add_adapter(module: PreTrainedModel, config: LoraConfig, *, base: str, seed:
     """
     peft = _peft()
     if has_adapter(module):
-        raise ConfigError("the model has an adapter in it already: merge it first, or leave model.lora out")
+        raise ConfigError("the model has an adapter in it already: merge it first, or leave model.lora.rank out")
     named = _linear_layers(module)
     asked = {config.target_modules} if isinstance(config.target_modules, str) else {*config.target_modules}
     names = {*named} if asked == {"all-linear"} else asked

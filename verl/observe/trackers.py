@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from pydantic import Field, field_validator
 
@@ -38,6 +38,8 @@ _NEEDS_PACKAGE = {"tensorboard": "tensorboard", "wandb": "wandb"}
 class TrackConfig(Section):
     """Who is told of the metrics."""
 
+    formerly: ClassVar[dict[str, str]] = {"run_name": "a run has the name of its folder, trainer.output_dir"}
+
     trackers: list[str] = ["console"]
     """Any of ``console``, ``tensorboard``, ``wandb`` (the last two need the extra ``track``); ``metrics.jsonl`` is
     always written."""
@@ -45,9 +47,7 @@ class TrackConfig(Section):
     """Steps from one line to the next in the trackers above; ``metrics.jsonl`` gets every step, and a validation is
     always told."""
     project: str = "verl"
-    """Project name at wandb."""
-    run_name: str | None = None
-    """Name of the run at wandb; left out, the name of the run's folder."""
+    """Project at wandb; the run has the name of its folder there."""
 
     @field_validator("trackers")
     @classmethod
@@ -206,7 +206,7 @@ class WandbTracker:
         run.folder.mkdir(parents=True, exist_ok=True)
         self._wandb: Any = wandb.init(
             project=run.track.project,
-            name=run.track.run_name or run.folder.resolve().name,
+            name=run.folder.resolve().name,
             dir=str(run.folder),
             config=dict(run.config),
             id=id_file.read_text(encoding="utf-8").strip() if is_known else None,

@@ -190,16 +190,18 @@ class Run(Section):
             found["data.chat_template_kwargs"] = "data.chat is never"
         if self.trainer.total_steps is not None:
             found["trainer.epochs"] = "trainer.total_steps is given and wins"
-        if self.model.lora is not None:
+        if self.model.lora.is_on:
             reason = "with model.lora the reference is the model below the adapter, which the actor's engine runs"
             found |= dict.fromkeys(("reference", "placement.reference"), reason)
+        else:
+            found |= dict.fromkeys(("model.lora.alpha", "model.lora.target_modules"), "needs model.lora.rank")
         if self.model.path is None:
             found["model.trust_remote_code"] = "needs model.path"
         for role in ("actor", "critic"):
             if role in type(self).model_fields and getattr(self, role).optim.schedule == "constant":
                 found[f"{role}.optim.min_lr_frac"] = f"needs {role}.optim.schedule linear or cosine"
         if "wandb" not in self.track.trackers:
-            found |= {f"track.{key}": "needs wandb among track.trackers" for key in ("project", "run_name")}
+            found["track.project"] = "needs wandb among track.trackers"
         if not self.track.trackers:
             found["track.log_interval"] = "track.trackers is empty, and metrics.jsonl gets every step"
         if not self.profile.steps:

@@ -74,7 +74,7 @@ class Roles:
 def check_placement(config: Run, model: PreTrainedModel | None) -> None:
     """Raise ConfigError for a model given as an object where workers would need it, MissingExtra for an adapter without
     the package that makes it."""
-    if config.model.lora is not None:
+    if config.model.lora.is_on:
         check_installed()
     if config.placement.kind != "inprocess" and model is not None:
         raise ConfigError(
@@ -115,7 +115,7 @@ def build_roles(
         roles = _roles_here(config, model, recipe, device)
     else:
         roles = _roles_on_workers(config, recipe, controller)
-    if config.model.lora is not None and recipe.base == str(kept) and not kept.exists():
+    if config.model.lora.is_on and recipe.base == str(kept) and not kept.exists():
         with folder_written_aside(kept) as aside:
             roles.actor.engine.save_base(aside)
     return roles
@@ -135,7 +135,7 @@ def _roles_here(config: Run, model: PreTrainedModel | None, recipe: Recipe, devi
     algorithm = recipe.make_algorithm(module.dtype)
     own_attention = "sdpa" if module.config._attn_implementation == ATTENTION else module.config._attn_implementation
     single = Mesh.build(recipe.actor.parallel, device.type)
-    needs_reference, has_base = "reference" in algorithm.needs, config.model.lora is not None
+    needs_reference, has_base = "reference" in algorithm.needs, config.model.lora.is_on
     frozen = copy.deepcopy(module) if needs_reference and not has_base else None
     critic = (
         recipe.make_critic(copy.deepcopy(module), algorithm, device, Mesh.build(recipe.critic.parallel, device.type))
@@ -190,7 +190,7 @@ def _roles_on_workers(config: Run, recipe: Recipe, controller: Controller) -> Ro
     if "critic" in algorithm.needs:
         groups.append(group("critic", recipe.critic.parallel))
         critic = Critic(cast(Any, RemoteEngine(groups[-1], algorithm, Critic.writes)), recipe.critic, algorithm, seed)
-    if "reference" in algorithm.needs and config.model.lora is not None:  # the actor's workers, with the adapter off
+    if "reference" in algorithm.needs and config.model.lora.is_on:  # the actor's workers, with the adapter off
         base = RemoteEngine(actor_group, algorithm, Reference.writes, infer=actor_group.infer_base)
         reference = Reference(cast(Any, base))
     elif "reference" in algorithm.needs:

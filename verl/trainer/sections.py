@@ -70,7 +70,7 @@ class OnPolicyRun(Run):
     def roles(self) -> list[str]:
         """The roles that run a model of their own."""
         needs = ALGORITHMS.load(self.algorithm.name)(self.algorithm).needs
-        own = ("critic",) if self.model.lora is not None else ("critic", "reference")
+        own = ("critic",) if self.model.lora.is_on else ("critic", "reference")
         return ["actor", *(role for role in own if role in needs)]
 
     def idle_keys(self) -> dict[str, str]:

@@ -62,10 +62,10 @@ class Recipe:
 
     def adapted(self, module: PreTrainedModel) -> PreTrainedModel:
         """``module`` with an adapter in it, where the model section asks for one; else it must have none."""
-        if self.model.lora is not None:
+        if self.model.lora.is_on:
             add_adapter(module, self.model.lora, base=self.base, seed=self.seed)
         elif has_adapter(module):
-            raise ConfigError("the model has an adapter in it: merge it, and set model.lora to train another one")
+            raise ConfigError("the model has an adapter in it: merge it, and set model.lora.rank to train another one")
         return module
 
     def make_algorithm(self, dtype: torch.dtype) -> Algorithm[Any]:
