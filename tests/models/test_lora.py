@@ -18,6 +18,7 @@ from verl.models.attention import PackedAttention
 from verl.models.causal_lm import CausalLM
 from verl.models.loading import ModelConfig, load_model
 from verl.models.lora import LoraConfig, add_adapter, has_adapter, merge_adapter, save_adapter, without_adapter
+from verl.models.precision import cast_parameters
 
 peft = pytest.importorskip("peft")
 IDS = torch.arange(7, 15)[None]
@@ -122,8 +123,11 @@ def test_a_saved_adapter_is_peft_s_own_and_merges_without_a_trace(family: str, t
 def test_half_precision_is_summed_in_float32(tmp_path: Path) -> None:
     module = adapted(rank=4)
     save_adapter(tmp_path, module, trained(module))
+    base = tiny_model("llama")
+    cast_parameters(base, torch.bfloat16)
     whole = merge_adapter(tiny_model("llama").bfloat16().float(), tmp_path)
-    merged = merge_adapter(tiny_model("llama").bfloat16(), tmp_path)
+    merged = merge_adapter(base, tmp_path)
+    assert torch.equal(merged.model.rotary_emb.inv_freq, tiny_model("llama").model.rotary_emb.inv_freq)
     for name, tensor in merged.state_dict().items():
         assert torch.equal(tensor, whole.state_dict()[name].bfloat16()), name
 

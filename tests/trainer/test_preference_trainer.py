@@ -142,6 +142,17 @@ def test_a_model_given_as_an_object_is_trained_in_place_and_given_back(tmp_path:
     assert not torch.equal(before, module.lm_head.weight)
 
 
+def test_an_object_in_another_type_keeps_its_rotary_frequencies(tmp_path: Path) -> None:
+    """Rounded to bfloat16 they turn a token 8000 places away by another angle: it is another model."""
+    module = tiny_model("llama")
+    angles = module.model.rotary_emb.inv_freq.clone()
+    model = {"path": module, "amp_dtype": "bfloat16"}
+    keys = {**sections(tmp_path, total_steps=1), "model": model, "data": [PAIRS[0]], "tokenizer": word_tokenizer()}
+    PreferenceTrainer(**keys).close()
+    assert module.lm_head.weight.dtype == torch.bfloat16
+    assert torch.equal(module.model.rotary_emb.inv_freq, angles)
+
+
 def test_the_data_end(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, epochs=1)
     trainer.run()

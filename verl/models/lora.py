@@ -28,6 +28,7 @@ from verl.common.errors import CheckpointError, ConfigError, MissingExtra
 from verl.common.files import write_json
 from verl.common.section import Section
 from verl.common.seeding import derive_seed
+from verl.models.precision import cast_parameters
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = "default"
@@ -188,7 +189,7 @@ def merge_adapter(module: PreTrainedModel, folder: Path) -> PreTrainedModel:
     Raises CheckpointError where they don't fit together, MissingExtra without peft.
     """
     peft = _peft()
-    dtype = module.dtype
+    dtypes = {name: parameter.dtype for name, parameter in module.named_parameters()}
     described = peft.PeftConfig.from_pretrained(folder)
     if described.peft_type != peft.PeftType.LORA:
         raise CheckpointError(f"{folder} holds an adapter of type {described.peft_type.value}; only LORA can be merged")
@@ -197,7 +198,8 @@ def merge_adapter(module: PreTrainedModel, folder: Path) -> PreTrainedModel:
         tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in load_file(folder / WEIGHTS).items()}
         _check_shared(module, tensors, folder)
         heads = {name: tensor for name, tensor in tensors.items() if ".lora_" not in name}
-        lost: list[str] = module.float().load_state_dict(heads, strict=False).unexpected_keys
+        cast_parameters(module, torch.float32)
+        lost: list[str] = module.load_state_dict(heads, strict=False).unexpected_keys
         adapted = peft.LoraModel(module, described, _NAME)
         rest = {name: tensor for name, tensor in tensors.items() if name not in heads}
         outcome = peft.set_peft_model_state_dict(adapted.model, rest, adapter_name=_NAME)
@@ -208,9 +210,8 @@ def merge_adapter(module: PreTrainedModel, folder: Path) -> PreTrainedModel:
         raise CheckpointError(f"the adapter in {folder} doesn't fit its model: {lost[0]!r} is on one side only")
     merged: PreTrainedModel = adapted.merge_and_unload(safe_merge=True)
     vars(merged).pop("peft_config", None)  # or transformers takes the module for one with an adapter
-    same: Any = merged  # transformers declares `to` as no method
-    restored: PreTrainedModel = same.to(dtype).requires_grad_(True)
-    return restored
+    cast_parameters(merged, dtypes)
+    return merged.requires_grad_(True)
 
 
 def _check_shared(module: PreTrainedModel, tensors: Mapping[str, Tensor], folder: Path) -> None:

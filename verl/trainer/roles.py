@@ -30,6 +30,7 @@ from verl.models.causal_lm import CausalLM
 from verl.models.loading import compute_dtype, outline_of
 from verl.models.lora import check_installed
 from verl.models.networks import PolicyNetwork
+from verl.models.precision import cast_parameters
 from verl.observe.flops import ModelShape
 from verl.trainer.base_sections import GIVEN, Run
 from verl.trainer.measures import Compute
@@ -233,5 +234,8 @@ def _tracers(config: Run, controller: Controller, pools: list[ResourcePool]) -> 
 def _policy_module(model: PreTrainedModel | None, recipe: Recipe, device: torch.device) -> PreTrainedModel:
     if model is None:
         return recipe.load(device)
-    moved: PreTrainedModel = cast(Any, model).to(device=device, dtype=compute_dtype(recipe.model.amp_dtype, device))
+    dtype = compute_dtype(recipe.model.amp_dtype, device)
+    moved: PreTrainedModel = cast(Any, model).to(device)
+    if moved.dtype != dtype:
+        cast_parameters(moved, dtype)
     return recipe.adapted(moved)
