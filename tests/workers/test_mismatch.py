@@ -46,7 +46,7 @@ def test_rows_and_tokens_that_do_not_count_are_left_out() -> None:
 @pytest.mark.parametrize("size", [1, 3])
 def test_the_policy_is_measured_on_answers_to_other_prompts(size: int, tmp_path: Path) -> None:
     rows = [Example(i, (Answer((10 + i,), (20 + i, 2), (True, True)),), (True,), "rows") for i in range(5)]
-    examples = with_mismatches(ExampleDataset(rows, LoadReport(5, 5, {}, ())), seed=0)
+    examples = with_mismatches(ExampleDataset(rows, LoadReport(5, 5, {}, ())), seed=0, max_tokens=3)
     network = PolicyNetwork(CausalLM(tiny_model("llama")))
     config = TrainedConfig(optim=OptimConfig(lr=0.05, max_grad_norm=None))
     engine = TrainingEngine(network, config, torch.device("cpu"), "actor")
