@@ -181,3 +181,9 @@ def test_keys_without_effect_are_found(keys, found):
 def test_default_estimators():
     assert PPOConfig(kl_coef=0.1).estimator == "k1" and PPOConfig(kl_coef=0.1, kl_in="loss").estimator == "k3"
     assert math.isclose(PPOConfig(kl_coef=0.1, kl_in="loss").loss_kl_coef, 0.1)
+
+
+def test_the_critic_warms_up_alone():
+    algorithm = ppo(critic_warmup_steps=2)
+    assert [algorithm.trains_in(step) for step in (1, 2, 3)] == [("critic",), ("critic",), ("critic", "actor")]
+    assert ppo().trains_in(1) == ("critic", "actor")

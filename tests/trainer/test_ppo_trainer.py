@@ -194,6 +194,23 @@ def test_the_schedule_spans_the_whole_run_however_it_is_cut(tmp_path: Path) -> N
     assert rates == pytest.approx([0.4, 0.3, 0.2, 0.1])
 
 
+def test_the_policy_waits_for_a_critic_that_warms_up(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, algorithm={"name": "ppo", "critic_warmup_steps": 2}, trainer__total_steps=4)
+    roles = (trainer.parts.actor, trainer.parts.trained_roles[1])
+    assert [role.name for role in roles] == ["actor", "critic"]
+    before = [{name: p.clone() for name, p in role.engine.named_full_tensors()} for role in roles]
+    versions, changed = [], []
+    for _ in range(4):
+        metrics = trainer.step()
+        versions.append(metrics["rollout/policy_version"])
+        now = [dict(role.engine.named_full_tensors()) for role in roles]
+        changed.append([any(not torch.equal(a[name], b[name]) for name in a) for a, b in zip(before, now, strict=True)])
+        assert ("actor/policy_loss" in metrics) is ("perf/train_tokens_per_s" in metrics) is changed[-1][0]
+    trainer.close()
+    assert versions == [0, 0, 0, 1]
+    assert changed == [[False, True], [False, True], [True, True], [True, True]]
+
+
 def test_data_that_end_before_the_steps_do(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, trainer__total_steps=None, trainer__epochs=1)
     with pytest.raises(RunIncomplete, match=r"data end after step 4 of 9.*trainer\.epochs"):

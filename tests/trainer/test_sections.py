@@ -88,3 +88,8 @@ def test_budgets_of_the_roles_that_run(tmp_path: Path, role: str) -> None:
 
 def test_a_group_of_one_is_right_for_ppo(tmp_path: Path) -> None:
     assert run(tmp_path, algorithm="ppo", trainer__group_size=1).trainer.group_size == 1
+
+
+def test_a_warm_up_that_leaves_no_step_to_the_policy(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"trainer.total_steps=3: lower algorithm.critic_warmup_steps"):
+        run(tmp_path, algorithm={"name": "ppo", "critic_warmup_steps": 3}, trainer__total_steps=3)

@@ -87,6 +87,10 @@ class Algorithm(ABC, Generic[ConfigT]):
     def trains(self) -> tuple[str, ...]:
         """The roles to update, in order."""
 
+    def trains_in(self, step: int) -> tuple[str, ...]:
+        """Those of ``trains`` that ``step``, counted from 1, updates: all, where a variant doesn't say otherwise."""
+        return self.trains
+
     @property
     def needs_entropy_gradient(self) -> bool:
         """Whether ``actor_loss`` must be given an entropy that carries a gradient."""

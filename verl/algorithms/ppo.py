@@ -30,6 +30,8 @@ class PPOConfig(RewardKLConfig):
     """Share of the real return against the critic's guess. 1 takes no bias from a critic that starts untrained."""
     value_clip: float | None = Field(default=0.5, gt=0)
     """How far a value may move from the one before the update, in reward units; null switches it off."""
+    critic_warmup_steps: int = Field(default=0, ge=0)
+    """Steps at the start that train the critic alone: the policy doesn't learn from an untrained one's guesses."""
     whiten_advantages: bool = True
     """Give the advantages of a step mean 0 and variance 1 over all its sampled tokens."""
 
@@ -53,6 +55,10 @@ class PPO(RewardKLPolicy[PPOConfig]):
     def trains(self) -> tuple[str, ...]:
         """The critic, then the actor."""
         return ("critic", "actor")
+
+    def trains_in(self, step: int) -> tuple[str, ...]:
+        """As in Algorithm: the critic alone while it warms up."""
+        return ("critic",) if step <= self.config.critic_warmup_steps else self.trains
 
     def advantages(self, batch: Batch) -> dict[str, float]:
         """As in Algorithm; returns are the critic's targets, before whitening."""

@@ -45,7 +45,7 @@ def throughput(
     """Tokens a second of the step and of its phases, model FLOP utilisation where the device's peak is known.
 
     batch    all that was sampled
-    timings  `timing/<phase>_s`, with generate, update_actor and step among them
+    timings  `timing/<phase>_s`, with generate and step among them, and update_actor where it learned
     passes   times the actor trained on each token
     compute  what it trained on
     trained  the rows that it trained on; None: all
@@ -57,8 +57,10 @@ def throughput(
         "perf/tokens_per_s": tokens / timings["timing/step_s"],
         "perf/rollout_tokens_per_s": new / timings["timing/generate_s"],
     }
-    rows = batch if trained is None else trained
-    return measured | training_speed(rows, timings["timing/update_actor_s"], shape, passes, compute)
+    seconds = timings.get("timing/update_actor_s")
+    if seconds is None:
+        return measured
+    return measured | training_speed(batch if trained is None else trained, seconds, shape, passes, compute)
 
 
 def training_speed(batch: Batch, seconds: float, shape: ModelShape, passes: int, compute: Compute) -> dict[str, float]:

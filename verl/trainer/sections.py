@@ -104,6 +104,12 @@ class OnPolicyRun(Run):
                     f"algorithm.overlong.buffer_tokens={buffer} is more than rollout.max_response_tokens={limit}, "
                     "before which it is: lower it or raise that key"
                 )
+        steps = self.trainer.total_steps
+        if steps is not None and "actor" not in algorithm(self.algorithm).trains_in(steps):
+            found.append(
+                f"algorithm {self.algorithm.name!r} as configured leaves the policy as it is for all of "
+                f"trainer.total_steps={steps}: lower algorithm.critic_warmup_steps, or raise that key"
+            )
         longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
         for role in roles:
             budget = getattr(self, role).max_tokens_per_micro_batch
