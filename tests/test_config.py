@@ -229,7 +229,6 @@ IDLE = [
     (["actor.optim.min_lr_frac=0.1"], "actor.optim.min_lr_frac: needs actor.optim.schedule"),
     (["algorithm.kl_estimator=k2"], "algorithm.kl_estimator"),
     (["model.lora.alpha=8"], "model.lora.alpha: needs model.lora.rank"),
-    (["track.project=mine"], "track.project: needs wandb"),
     (["profile.with_stacks=true"], "profile.with_stacks: needs profile.steps"),
     (["reward.workers=0", "reward.timeout_s=3"], "reward.timeout_s: needs reward.workers above 0"),
     (["data.val=v.jsonl", "validation.samples_per_prompt=4"], "validation.samples_per_prompt: validation.temperature"),

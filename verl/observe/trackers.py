@@ -7,6 +7,7 @@ while the run goes on is named in a warning and never stops the training. Knows 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -38,7 +39,10 @@ _NEEDS_PACKAGE = {"tensorboard": "tensorboard", "wandb": "wandb"}
 class TrackConfig(Section):
     """Who is told of the metrics."""
 
-    formerly: ClassVar[dict[str, str]] = {"run_name": "a run has the name of its folder, trainer.output_dir"}
+    formerly: ClassVar[dict[str, str]] = {
+        "run_name": "a run has the name of its folder, trainer.output_dir",
+        "project": "set the environment variable WANDB_PROJECT",
+    }
 
     trackers: list[str] = ["console"]
     """Any of ``console``, ``tensorboard``, ``wandb`` (the last two need the extra ``track``); ``metrics.jsonl`` is
@@ -46,8 +50,6 @@ class TrackConfig(Section):
     log_interval: int = Field(1, ge=1)
     """Steps from one line to the next in the trackers above; ``metrics.jsonl`` gets every step, and a validation is
     always told."""
-    project: str = "verl"
-    """Project at wandb; the run has the name of its folder there."""
 
     @field_validator("trackers")
     @classmethod
@@ -193,7 +195,10 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """A wandb run in ``<run>/wandb/``. Its id is kept in ``<run>/wandb_id.txt``: a resumed run goes on there."""
+    """A wandb run in ``<run>/wandb/``. Its id is kept in ``<run>/wandb_id.txt``: a resumed run goes on there.
+
+    It is in the project that the environment variable ``WANDB_PROJECT`` names, else in ``verl``.
+    """
 
     def __init__(self, run: TrackedRun) -> None:
         try:
@@ -205,7 +210,7 @@ class WandbTracker:
         is_known = run.resumed_step is not None and id_file.is_file()
         run.folder.mkdir(parents=True, exist_ok=True)
         self._wandb: Any = wandb.init(
-            project=run.track.project,
+            project=os.environ.get("WANDB_PROJECT", "verl"),
             name=run.folder.resolve().name,
             dir=str(run.folder),
             config=dict(run.config),

@@ -200,8 +200,6 @@ class Run(Section):
         for role in ("actor", "critic"):
             if role in type(self).model_fields and getattr(self, role).optim.schedule == "constant":
                 found[f"{role}.optim.min_lr_frac"] = f"needs {role}.optim.schedule linear or cosine"
-        if "wandb" not in self.track.trackers:
-            found["track.project"] = "needs wandb among track.trackers"
         if not self.track.trackers:
             found["track.log_interval"] = "track.trackers is empty, and metrics.jsonl gets every step"
         if not self.profile.steps:
