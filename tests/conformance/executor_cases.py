@@ -239,6 +239,19 @@ def a_worker_that_is_killed(controller: Controller, size: int) -> None:
         other.seen().get(TIMEOUT_S)
 
 
+@fatal()
+def a_worker_that_raises_while_others_wait_for_it(controller: Controller, size: int) -> None:
+    trouble = controller.group("trouble", Trouble, pool(2))
+    start = time.monotonic()
+    failed, queued = trouble.raises_among_others(rank=1), trouble.fine()
+    for handle in (failed, queued):
+        with pytest.raises(WorkerError, match=r"(?s)trouble worker, rank 1: raises_among_others raised.*KeyError"):
+            handle.get(TIMEOUT_S)
+    with pytest.raises(WorkerError, match="rank 1"):
+        trouble.fine()
+    assert time.monotonic() - start < 15
+
+
 @fatal(call_timeout_s=1.0)
 def a_worker_that_hangs(controller: Controller, size: int) -> None:
     trouble = controller.group("trouble", Trouble, pool(size))

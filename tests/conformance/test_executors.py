@@ -20,7 +20,7 @@ from tests.conformance.executor_cases import FATAL, GENERAL, SEVERAL, run_case
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 WORLD_SIZE = 3
-NO_OTHER_WORKER = {"a_worker_that_is_killed"}
+NO_OTHER_WORKER = {"a_worker_that_is_killed", "a_worker_that_raises_while_others_wait_for_it"}
 
 pytestmark = pytest.mark.timeout(120)
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray isn't installed")

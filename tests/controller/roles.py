@@ -14,6 +14,7 @@ from verl.controller import (
     dispatch,
     gather,
     join,
+    joint,
     last_stage,
     one_rank,
     split_gather,
@@ -90,6 +91,12 @@ class Trouble:
             raise KeyError("nothing there")
         time.sleep(others_sleep_s)
         return self.place.rank
+
+    @dispatch(joint(gather))
+    def raises_among_others(self, rank: int) -> None:
+        if self.place.rank == rank:
+            raise KeyError("nothing there")
+        time.sleep(600)
 
     @dispatch(gather)
     def dies(self, rank: int, others_sleep_s: float = 0) -> None:

@@ -6,6 +6,7 @@ when its arguments are there. Nothing here depends on the size of what passes be
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import logging
 import queue
@@ -29,6 +30,7 @@ from verl.controller.worker import Command, Create, Invoke
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 DATA_PARALLEL = Layout()
+_CAUSE_S = 1.0
 _Plan = Callable[[], Sequence[Command | None]]
 
 
@@ -61,6 +63,7 @@ class Controller:
     options          of the executor
 
     A worker that raises fails its call. One that dies or hangs ends all of them: every open handle raises WorkerError.
+    So does one of several that raises in a method whose rule is ``joint``.
     """
 
     def __init__(
@@ -158,7 +161,10 @@ class Controller:
             cuts = rule.cut(ready, grid)
             return [None if cut is None else Invoke(name, method, cut) for cut in cuts]
 
-        return self._submit(name, method, workers, plan, lambda got: rule.join(got, grid), self._call_timeout_s)
+        def join(results: Sequence[Result | None]) -> Result:
+            return rule.join(results, grid)
+
+        return self._submit(name, method, workers, plan, join, self._call_timeout_s, is_joint=rule.is_joint)
 
     def _argument(self, value: Any) -> tuple[Handle | Result, bool]:
         """What stands for an argument, taken as it is now: the caller may change its own afterwards."""
@@ -178,8 +184,11 @@ class Controller:
         plan: _Plan,
         join: Callable[[Sequence[Result | None]], Result],
         timeout_s: float | None,
+        *,
+        is_joint: bool = False,
     ) -> Handle:
-        call = _Call(self, name, method, plan, join, len(workers.endpoints), timeout_s)
+        num_ranks = len(workers.endpoints)
+        call = _Call(self, name, method, plan, join, num_ranks, timeout_s, is_joint=is_joint and num_ranks > 1)
         with self._lock:
             if self._end is not None:
                 raise self._end
@@ -194,8 +203,10 @@ class Controller:
             self._open_calls.discard(call)
 
     def lost(self, error: WorkerError) -> None:
-        """A worker is gone: everything ends, with the first such error."""
-        log.error("%s", error)  # at once: a launcher may end this process before the program gets to see it
+        """A worker is gone, or others wait for what it won't do: everything ends, with the first such error."""
+        follows = self._end is not None
+        # at once: a launcher may end this process before the program gets to see it
+        log.log(logging.INFO if follows else logging.ERROR, "%s", error)
         self._finish(error)
         self._kill()
 
@@ -225,9 +236,12 @@ class _Call:
         join: Callable[[Sequence[Result | None]], Result],
         num_ranks: int,
         timeout_s: float | None,
+        *,
+        is_joint: bool,
     ) -> None:
         self.future: Future[Result] = Future()
         self._controller, self._role, self._method, self._timeout_s = controller, role, method, timeout_s
+        self._is_joint = is_joint
         self._lock = threading.Lock()
         self._plan: _Plan | None = plan
         self._join = join
@@ -243,11 +257,16 @@ class _Call:
         except WorkerLost as loss:
             self._controller.lost(WorkerError(self._role, rank, f"{loss.args[0]} (during {self._method})"))
             return
-        except Exception as error:  # an argument whose call failed, or one that can't be cut
-            self.fail(error)
+        except Exception as failed:  # an argument whose call failed, or one that can't be cut
+            self.fail(failed)
             return
         if reply is not None and reply.result is None:
-            self.fail(WorkerError(self._role, rank, f"{self._method} raised\n{reply.failure}"))
+            error = WorkerError(self._role, rank, f"{self._method} raised\n{reply.failure}")
+            if self._is_joint:
+                self._wait_for_a_cause()
+                self._controller.lost(error)
+            else:
+                self.fail(error)
             return
         self._arrived(rank, reply.result if reply is not None else None)
 
@@ -256,6 +275,10 @@ class _Call:
         with contextlib.suppress(InvalidStateError):
             self.future.set_exception(error)
         self._controller.ended(self)
+
+    def _wait_for_a_cause(self) -> None:
+        """A rank that dies breaks the connections of the others, which raise: its own end is to be told."""
+        concurrent.futures.wait([self.future], timeout=_CAUSE_S)
 
     def _command(self, rank: int) -> Command | None:
         with self._lock:  # the first rank waits for the arguments and cuts them for all

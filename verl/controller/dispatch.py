@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from verl.common.errors import ConfigError, ShapeError, did_you_mean
@@ -55,11 +55,24 @@ Join = Callable[[Sequence[Result | None], Grid], Result]
 
 @dataclass(frozen=True)
 class Rule:
-    """How a call goes to the ranks of a group and back."""
+    """How a call goes to the ranks of a group and back.
+
+    is_joint  whether the ranks talk to each other in the method, see ``joint``
+    """
 
     name: str
     cut: Cut
     join: Join
+    is_joint: bool = False
+
+
+def joint(rule: Rule) -> Rule:
+    """``rule`` for a method in which the ranks talk to each other.
+
+    Where one of several raises, the others may wait for it for ever, or take what it says next for the answer to what
+    they asked: all workers end.
+    """
+    return replace(rule, is_joint=True)
 
 
 def dispatch(rule: Rule) -> Callable[[_F], _F]:

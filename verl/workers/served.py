@@ -21,7 +21,7 @@ from verl.batch import Batch
 from verl.common.background import Background
 from verl.common.errors import StaleWeights
 from verl.common.seeding import seed_everything
-from verl.controller import Place, broadcast, dispatch, gather, join, split_first, split_rows
+from verl.controller import Place, broadcast, dispatch, gather, join, joint, split_first, split_rows
 from verl.engines.base import TrainingEngine
 from verl.engines.checkpoint_parts import is_first_rank
 from verl.engines.mesh import Mesh
@@ -58,20 +58,20 @@ class EngineWorker:
         assert isinstance(self.role.engine, TrainingEngine)
         return self.role.engine
 
-    @dispatch(split_rows)
+    @dispatch(joint(split_rows))
     def infer(self, batch: Batch) -> Batch:
         """The role's column for these rows."""
         self.role.infer(batch)
         return batch.columns([self.role.writes])
 
-    @dispatch(split_rows)
+    @dispatch(joint(split_rows))
     def infer_base(self, batch: Batch) -> Batch:
         """``ref_log_probs`` of these rows, by the model below the adapter."""
         reference = BaseReference(self.engine)
         reference.infer(batch)
         return batch.columns([reference.writes])
 
-    @dispatch(split_first)
+    @dispatch(joint(split_first))
     def update(self, batches: list[Batch], *, lr: float, entropy: bool, algorithm: Mapping[str, Any]) -> MetricSums:
         """One optimizer step over these rows, one batch of them, and those of the other ranks; ``algorithm`` is its
         state."""
@@ -80,17 +80,17 @@ class EngineWorker:
         self.algorithm.load_state_dict(algorithm)
         return self.engine.update(batch, self.role.loss, lr=lr, entropy=entropy)
 
-    @dispatch(broadcast)
+    @dispatch(joint(broadcast))
     def begin_weights(self, bucket_bytes: int) -> None:
         """Get ready to hand out all weights, whole, in buckets of about ``bucket_bytes``."""
         self._buckets = _buckets(self.engine.named_full_tensors(), bucket_bytes, is_kept=is_first_rank())
 
-    @dispatch(broadcast)
+    @dispatch(joint(broadcast))
     def next_weights(self) -> Bucket:
         """The next bucket, on the CPU; empty behind the last one, and where nobody takes it: on ranks but the first."""
         return next(self._buckets, [])
 
-    @dispatch(broadcast)
+    @dispatch(joint(broadcast))
     def take_snapshot(self, copied: bool) -> None:
         """Hold what a checkpoint needs of the role as it is now; ``copied`` so that it may learn on meanwhile."""
         self._snapshot = None  # never two
@@ -111,12 +111,12 @@ class EngineWorker:
         self._writing.wait()
         return True
 
-    @dispatch(broadcast)
+    @dispatch(joint(broadcast))
     def save_base(self, folder: Path) -> None:
         """Write the model below the adapter, together with the other ranks."""
         self.engine.save_base(folder)
 
-    @dispatch(broadcast)
+    @dispatch(joint(broadcast))
     def restore(self, folder: Path) -> None:
         """Take up what was written there, on however many ranks."""
         self.engine.restore(folder)
@@ -163,7 +163,7 @@ class RolloutWorker:
         """One response a request, in order."""
         return self.engine.generate(requests)
 
-    @dispatch(broadcast)
+    @dispatch(joint(broadcast))
     def refresh(self, version: int) -> None:
         """Take the weights of the actor beside it, as ``version``."""
         assert self._actor is not None
