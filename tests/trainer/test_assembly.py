@@ -166,13 +166,34 @@ def test_the_users_model_is_given_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 doesn't divide the model's num_key_value_heads=1"),
-        ({"pipeline_parallel_size": 4}, "pipeline_parallel_size=4 is more than the model's 2 layers"),
+        (
+            {"actor__parallel": {"tensor_parallel_size": 2}},
+            r"actor\.parallel: tensor_parallel_size=2 doesn't divide the model's num_key_value_heads=1",
+        ),
+        (
+            {"algorithm": {"name": "ppo"}, "critic__parallel": {"pipeline_parallel_size": 4}},
+            r"critic\.parallel: pipeline_parallel_size=4 is more than the model's 2 layers",
+        ),
+        (
+            {"actor__parallel": {"sequence_parallel_size": 4}},
+            r"actor\.parallel: sequence_parallel_size=4 doesn't divide the 2 attention heads",
+        ),
+        (
+            {
+                "model__scratch__num_key_value_heads": 2,
+                "actor__parallel": {"sequence_parallel_size": 2, "tensor_parallel_size": 2},
+            },
+            r"actor\.parallel: sequence_parallel_size=2 doesn't divide the 1 attention heads that a rank has",
+        ),
+        (
+            {"model__lora": {"rank": 2}, "actor__parallel": {"pipeline_parallel_size": 2}},
+            r"actor\.parallel\.pipeline_parallel_size=2 can't be with an adapter",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_cut_is_refused_before_a_worker_starts(
-    tmp_path: Path, changes: dict[str, int], words: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("verl.controller.executors.processes.Processes.start", lambda *_: 1 / 0)
     with pytest.raises(ConfigError, match=words):
-        parts_of(tmp_path, placement__devices=4, actor__parallel=changes)
+        parts_of(tmp_path, placement__devices=4, **changes)

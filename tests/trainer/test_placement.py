@@ -75,6 +75,8 @@ def test_under_torchrun_the_actor_has_what_nobody_else_asks_for() -> None:
     ("keys", "words"),
     [
         ({"devices": [0, 1], "rollout": [1, 2]}, r"placement\.devices=\[0, 1\] and placement\.rollout=\[1, 2\] share"),
+        ({"devices": 2, "critic": [8]}, r"placement\.critic=\[8\] names rank 8, but torchrun started 8 processes"),
+        ({"devices": 9}, r"placement\.devices=.* names rank 8, but torchrun started 8 processes.*--nproc_per_node"),
         ({"executor": "processes"}, "would leave 7 of the 8 processes of torchrun without work"),
     ],
 )
@@ -86,7 +88,7 @@ def test_ranks_that_cannot_be(keys: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"devices": 0}, r"placement\.devices.* one device or more, got 0"),
+        ({"devices": 0}, r"placement\.devices: a role is on one device or more, got 0$"),
         ({"critic": []}, r"placement\.critic.* each device once.*got \[\]"),
         ({"rollout": [1, 1]}, r"placement\.rollout.* each device once.*got \[1, 1\]"),
         ({"devices": [-1]}, r"placement\.devices.*numbered from 0"),
@@ -132,6 +134,12 @@ def test_runs_whose_devices_have_no_room(tmp_path: Path, changes: dict[str, Any]
 
 def test_a_role_that_does_not_run_may_say_anything(tmp_path: Path) -> None:
     OnPolicyRun.parse(sections(tmp_path, placement__devices=2, critic__parallel=TP3))
+
+
+def test_devices_of_a_role_that_does_not_run_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    OnPolicyRun.parse(sections(tmp_path, placement={"devices": 2, "critic": 1, "rollout": 1}))
+    assert "key without effect: placement.critic: the run as configured has no critic" in caplog.text
+    assert "placement.rollout" not in caplog.text
 
 
 def test_ranks_that_split_tokens_count_as_those_that_split_matrices() -> None:

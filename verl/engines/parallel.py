@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import torch
 
-from verl.common.errors import ConfigError
+from verl.common.errors import ConfigError, UnsupportedModel
 from verl.engines.config import EngineConfig
 from verl.engines.fsdp import ShardedNetwork, Shards
 from verl.engines.masters import Masters
 from verl.engines.mesh import Mesh, ParallelConfig
 from verl.engines.passes import OneStage
 from verl.engines.pipeline import Pipeline, Stage, split_layers
-from verl.engines.sequence import SequenceParallelNetwork
-from verl.engines.tensor import apply_tensor_parallel, tensor_cuts
+from verl.engines.sequence import SequenceParallelNetwork, check_heads
+from verl.engines.tensor import apply_tensor_parallel, heads_of_a_rank
 from verl.models.lora import has_adapter
 from verl.models.networks import Network
 
@@ -38,7 +38,8 @@ def parallelize(
                 f"is one: set it to false{' (offload_optimizer works on one)' if is_trained else ''}"
             )
         return network, Masters(network.module) if is_trained else None, OneStage(network)
-    _check_adapter(network, mesh, label)
+    if has_adapter(network.module):
+        _check_adapter(mesh.tp_size, mesh.pp_size, label)
     dtype = next(network.module.parameters()).dtype
     apply_tensor_parallel(network.lm, mesh)
     stage = Stage(network, mesh.pp_rank, mesh.pp_size) if mesh.pp_size > 1 else None
@@ -48,20 +49,26 @@ def parallelize(
     return whole, shards, Pipeline(whole, stage, mesh, device, dtype) if stage else OneStage(whole)
 
 
-def check_cuts(network: Network, config: ParallelConfig) -> None:
-    """Raise ConfigError or UnsupportedModel, as ``parallelize`` would, for a model that ``config`` can't cut.
+def check_cuts(network: Network, config: ParallelConfig, label: str, *, with_adapter: bool = False) -> None:
+    """Raise ConfigError or UnsupportedModel, as the ranks would, for a model that ``config`` can't cut.
 
-    An outline of the network, on the meta device, is enough.
+    An outline of the network, on the meta device, is enough; ``with_adapter``: whether the model is to have one.
     """
-    if config.tensor_parallel_size > 1:
-        tensor_cuts(network.lm, config.tensor_parallel_size)
-    if config.pipeline_parallel_size > 1:
-        split_layers(network, config.pipeline_parallel_size)
+    if with_adapter:
+        _check_adapter(config.tensor_parallel_size, config.pipeline_parallel_size, label)
+    try:
+        heads = heads_of_a_rank(network.lm, config.tensor_parallel_size)
+        if config.sequence_parallel_size > 1:
+            check_heads(heads, config.sequence_parallel_size)
+        if config.pipeline_parallel_size > 1:
+            split_layers(network, config.pipeline_parallel_size)
+    except (ConfigError, UnsupportedModel) as error:
+        raise type(error)(f"{label}.parallel: {error}") from None
 
 
-def _check_adapter(network: Network, mesh: Mesh, label: str) -> None:
-    for key, size in (("tensor_parallel_size", mesh.tp_size), ("pipeline_parallel_size", mesh.pp_size)):
-        if size > 1 and has_adapter(network.module):
+def _check_adapter(tp_size: int, pp_size: int, label: str) -> None:
+    for key, size in (("tensor_parallel_size", tp_size), ("pipeline_parallel_size", pp_size)):
+        if size > 1:
             raise ConfigError(
                 f"{label}.parallel.{key}={size} can't be with an adapter (model.lora), whose layers aren't cut: set it "
                 "to 1, and let FSDP spread the weights over the ranks"

@@ -95,14 +95,18 @@ def kv_repeats(heads: int, kv_heads: int, size: int) -> int:
 
     Raises ConfigError naming ``sequence_parallel_size`` when the query heads can't be shared evenly.
     """
+    check_heads(heads, size)
     per_kv_head = heads // kv_heads
-    fits = [r for r in range(1, per_kv_head + 1) if per_kv_head % r == 0 and kv_heads * r % size == 0]
-    if not fits:
+    return next(r for r in range(1, per_kv_head + 1) if per_kv_head % r == 0 and kv_heads * r % size == 0)
+
+
+def check_heads(heads: int, size: int) -> None:
+    """Raise ConfigError naming ``sequence_parallel_size`` when ``size`` ranks can't share ``heads`` evenly."""
+    if heads % size:
         raise ConfigError(
             f"sequence_parallel_size={size} doesn't divide the {heads} attention heads that a rank has: set "
             f"sequence_parallel_size to a divisor of {heads}"
         )
-    return fits[0]
 
 
 def _tokens_of_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -85,6 +85,12 @@ def tensor_cuts(lm: CausalLM, size: int) -> dict[str, str]:
     return cuts
 
 
+def heads_of_a_rank(lm: CausalLM, size: int) -> int:
+    """Query heads that each of ``size`` ranks computes. Raises as ``apply_tensor_parallel``."""
+    heads: int = lm.module.config.get_text_config().num_attention_heads
+    return heads // size if size > 1 and _has_local_heads(tensor_cuts(lm, size)) else heads
+
+
 def _plan(lm: CausalLM, config: PretrainedConfig) -> dict[str, str]:
     """The model's plan: pattern of a module's name in the backbone -> name of the cut."""
     plan: dict[str, str] | None = config.base_model_tp_plan

@@ -27,7 +27,7 @@ from verl.engines.config import EngineConfig, TrainedConfig
 from verl.models.loading import ModelConfig
 from verl.observe.profiler import ProfileConfig
 from verl.observe.trackers import TrackConfig
-from verl.trainer.placement import PlacementConfig, is_other_rank
+from verl.trainer.placement import OWN, PlacementConfig, is_other_rank
 from verl.trainer.sharding_keys import without_sharding_keys
 
 log = logging.getLogger(__name__)
@@ -195,6 +195,9 @@ class Run(Section):
             found |= dict.fromkeys(("reference", "placement.reference"), reason)
         else:
             found |= dict.fromkeys(("model.lora.alpha", "model.lora.target_modules"), "needs model.lora.rank")
+        with_models = {*self.roles(), "rollout"} if "rollout" in type(self).model_fields else set(self.roles())
+        for role in set(OWN) - with_models:
+            found.setdefault(f"placement.{role}", f"the run as configured has no {role}")
         if self.model.path is None:
             found["model.trust_remote_code"] = "needs model.path"
         for role in ("actor", "critic"):

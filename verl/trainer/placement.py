@@ -49,9 +49,9 @@ class PlacementConfig(Section):
     @classmethod
     def _some_devices(cls, value: Devices | None) -> Devices | None:
         if isinstance(value, int) and value < 1:
-            raise ValueError(f"a role is on one device or more, got {value}")
+            raise ValueError("a role is on one device or more")
         if isinstance(value, list) and (not value or min(value) < 0 or len(set(value)) < len(value)):
-            raise ValueError(f"a list names each device once, numbered from 0, got {value}")
+            raise ValueError("a list names each device once, numbered from 0")
         return value
 
     @model_validator(mode="after")
@@ -122,8 +122,16 @@ class PlacementConfig(Section):
         return {"devices": max(1, ranks - taken), **own}
 
     def _check_ranks(self) -> None:
-        """Raises ValueError for roles that share some ranks of torchrun and not others: a process is in one group."""
+        """Raises ValueError for ranks that torchrun didn't start, and for roles that share some of its ranks and not
+        others: a process is in one group."""
         groups = {self.key_of(role): set(self.devices_of(role)) for role in ("actor", *OWN)}
+        ranks = launched_ranks()
+        for key, devices in groups.items():
+            if ranks and max(devices) >= ranks:
+                raise ValueError(
+                    f"{key}={sorted(devices)} names rank {max(devices)}, but torchrun started {ranks} processes, "
+                    f"numbered from 0: change {key}, or raise --nproc_per_node"
+                )
         for (key, one), (other_key, other) in itertools.combinations(groups.items(), 2):
             if one & other and one != other:
                 raise ValueError(

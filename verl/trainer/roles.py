@@ -22,7 +22,7 @@ from verl.common.errors import ConfigError
 from verl.common.files import folder_written_aside
 from verl.common.seeding import seed_everything
 from verl.controller import Controller, ResourcePool, WorkerGroup
-from verl.engines.mesh import Mesh, ParallelConfig
+from verl.engines.mesh import Mesh
 from verl.engines.parallel import check_cuts
 from verl.hybrid_engine.colocated import SharedWeights
 from verl.models.attention import ATTENTION
@@ -170,6 +170,9 @@ def _roles_on_workers(config: Run, recipe: Recipe, controller: Controller) -> Ro
     """A worker group for each role, on the devices that ``placement`` names, and what stands for it here."""
     placement, seed = config.placement, config.trainer.seed
     outline = PolicyNetwork(CausalLM(outline_of(config.model, recipe.tokenizer)))
+    parallel = {role: getattr(recipe, role).parallel for role in config.roles()}
+    for role, sizes in parallel.items():
+        check_cuts(outline, sizes, role, with_adapter=config.model.lora.is_on)
     kind: Any = {"auto": None, "cpu": "cpu"}.get(config.trainer.device, "cuda")
     pools: dict[tuple[int, ...], ResourcePool] = {}
 
@@ -177,11 +180,10 @@ def _roles_on_workers(config: Run, recipe: Recipe, controller: Controller) -> Ro
         devices = placement.devices_of(role)
         return pools.setdefault(devices, ResourcePool(devices, nodes=placement.nodes, kind=kind))
 
-    def group(role: str, parallel: ParallelConfig) -> WorkerGroup:
-        check_cuts(outline, parallel)
-        return controller.group(role, EngineWorker, pool(role), layout_of(parallel), role=role, recipe=recipe)
+    def group(role: str) -> WorkerGroup:
+        return controller.group(role, EngineWorker, pool(role), layout_of(parallel[role]), role=role, recipe=recipe)
 
-    actor_group = group("actor", recipe.actor.parallel)
+    actor_group = group("actor")
     device_name = actor_group.device_name().get()
     device_type = "cpu" if device_name == "cpu" else "cuda"
     algorithm = recipe.make_algorithm(compute_dtype(config.model.amp_dtype, torch.device(device_type)))
@@ -189,13 +191,13 @@ def _roles_on_workers(config: Run, recipe: Recipe, controller: Controller) -> Ro
     actor = learner(algorithm)(cast(Any, actor_engine), recipe.actor, algorithm, seed)
     groups, critic, reference, sampler = [actor_group], None, None, None
     if "critic" in algorithm.needs:
-        groups.append(group("critic", recipe.critic.parallel))
+        groups.append(group("critic"))
         critic = Critic(cast(Any, RemoteEngine(groups[-1], algorithm, Critic.writes)), recipe.critic, algorithm, seed)
     if "reference" in algorithm.needs and config.model.lora.is_on:  # the actor's workers, with the adapter off
         base = RemoteEngine(actor_group, algorithm, Reference.writes, infer=actor_group.infer_base)
         reference = Reference(cast(Any, base))
     elif "reference" in algorithm.needs:
-        groups.append(group("reference", recipe.reference.parallel))
+        groups.append(group("reference"))
         reference = Reference(cast(Any, RemoteEngine(groups[-1], algorithm, Reference.writes)))
     if recipe.rollout is not None:
         groups.append(controller.group("rollout", RolloutWorker, pool("rollout"), recipe=recipe))
