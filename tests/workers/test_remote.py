@@ -99,8 +99,8 @@ def test_a_rollout_of_its_own_gets_every_weight(
     requests = [Request(prompt_ids=[1, 2, i], seed=i, sampling=sampling) for i in range(5)]
     first = apart.generate(requests)
     update(actor)
-    RemoteWeights(actor, apart, is_colocated=False).sync()
-    RemoteWeights(actor, beside, is_colocated=True).sync()
+    RemoteWeights(actor, apart, is_colocated=False).set_version(1)
+    RemoteWeights(actor, beside, is_colocated=True).set_version(1)
     second = apart.generate(requests)
     assert second != first and second == beside.generate(requests)
     assert [response.policy_version for response in second] == [1] * 5

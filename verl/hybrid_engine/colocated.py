@@ -33,8 +33,9 @@ class SharedWeights:
         return self.rollout.policy_version
 
     def sync(self) -> None:
-        """Publish the actor's updates to the rollout as the next version."""
-        self.set_version(self.version + 1)
+        """Publish the actor's updates, where there are any, to the rollout as the next version."""
+        if self.engine.has_unsynced_update:
+            self.set_version(self.version + 1)
 
     def set_version(self, version: int) -> None:
         """Publish the actor's weights as ``version`` (after a checkpoint was loaded, the one saved with it)."""

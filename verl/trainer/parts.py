@@ -5,7 +5,7 @@ Nothing here makes them (``assembly.py``, ``offline_assembly.py``) or trains.
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -92,5 +92,12 @@ class RunParts:
     @property
     def trained(self) -> list[TrainedRole]:
         """Roles that learn, in the order that the algorithm declares."""
+        return self._named(self.algorithm.trains)
+
+    def trained_in(self, step: int) -> list[TrainedRole]:
+        """Those of them that learn in ``step``."""
+        return self._named(self.algorithm.trains_in(step))
+
+    def _named(self, names: Sequence[str]) -> list[TrainedRole]:
         roles = {role.name: role for role in self.trained_roles}
-        return [roles[name] for name in self.algorithm.trains if name in roles]
+        return [roles[name] for name in names if name in roles]

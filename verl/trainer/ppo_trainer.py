@@ -104,14 +104,11 @@ class PPOTrainer(RunLoop[OnPolicyRun, Parts]):
         self.is_whole = False
         with timer.phase("advantages"):
             metrics |= parts.algorithm.advantages(batch)
-        trains = parts.algorithm.trains_in(number)
-        for trained in parts.trained:
-            if trained.name in trains:
-                with timer.phase(f"update_{trained.name}"):
-                    metrics |= trained.update(batch, step=number, total_steps=self.total_steps).result()
-        if parts.actor.name in trains:
-            with timer.phase("sync"):
-                parts.weights.sync()
+        for trained in parts.trained_in(number):
+            with timer.phase(f"update_{trained.name}"):
+                metrics |= trained.update(batch, step=number, total_steps=self.total_steps).result()
+        with timer.phase("sync"):
+            parts.weights.sync()
         self.drawn = sampled.drawn
         return Made(batch, metrics, partial(self._measure, sampled))
 

@@ -141,8 +141,9 @@ class RemoteWeights:
         return self._rollout.policy_version
 
     def sync(self) -> None:
-        """Publish the actor's updates to the rollout as the next version."""
-        self.set_version(self.version + 1)
+        """Publish the actor's updates, where there are any, to the rollout as the next version."""
+        if self._actor.has_unsynced_update:
+            self.set_version(self.version + 1)
 
     def set_version(self, version: int) -> None:
         """Publish the actor's weights as ``version``."""
