@@ -111,9 +111,8 @@ def calls_run_in_the_order_in_which_they_were_made(controller: Controller, size:
 @general
 def a_handle_comes_at_once(controller: Controller, size: int) -> None:
     echo = controller.group("echo", Echo, pool(size))
-    start = time.monotonic()
     handle = echo.sleep(1.5)
-    assert time.monotonic() - start < 0.5 and not handle.is_done
+    assert not handle.is_done
     with pytest.raises(TimeoutError, match=r"echo\.sleep isn't done after 0\.1 s"):
         handle.get(0.1)
     assert handle.get(TIMEOUT_S) == list(range(size))
@@ -177,8 +176,8 @@ def the_first_error_ends_the_wait(controller: Controller, size: int) -> None:
     trouble = controller.group("trouble", Trouble, pool(size))
     start = time.monotonic()
     with pytest.raises(WorkerError, match=f"rank {size - 1}"):
-        trouble.raises(rank=size - 1, others_sleep_s=3).get(TIMEOUT_S)
-    assert time.monotonic() - start < 2
+        trouble.raises(rank=size - 1, others_sleep_s=5).get(TIMEOUT_S)
+    assert time.monotonic() - start < 4
 
 
 @general
@@ -201,9 +200,9 @@ def pools_have_workers_of_their_own(controller: Controller, size: int) -> None:
     pids = [pid for group in (first, second) for pid, _ in group.seen().get(TIMEOUT_S)]
     assert len(set(pids)) == 3
     start = time.monotonic()
-    for handle in [first.sleep(1.0), second.sleep(1.0)]:
+    for handle in [first.sleep(2.0), second.sleep(2.0)]:
         handle.get(TIMEOUT_S)
-    assert time.monotonic() - start < 1.8
+    assert time.monotonic() - start < 3.5
 
 
 @general
