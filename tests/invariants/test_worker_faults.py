@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import pytest
 
 from tests.batches import sampled_batch
 from tests.trainer.runs import checkpoints_of, config_file, environment, metrics_of, sections
-from verl.common.errors import WorkerError
+from verl.common.errors import CheckpointError, WorkerError
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.sections import OnPolicyRun
 
@@ -153,22 +154,29 @@ def test_a_run_that_is_told_to_stop_saves_its_last_whole_step(start: Any, change
     assert checkpoints_of(run.folder / "run") == [f"step_{steps[-1]:06d}"]
 
 
-def test_a_rank_that_raises_ends_the_ranks_that_wait_for_it(tmp_path: Path) -> None:
-    """In a forward pass, where the others gather weights that it doesn't send; nothing more is saved of the run."""
+def test_a_rank_that_cannot_write_or_that_others_wait_for(tmp_path: Path) -> None:
+    """A checkpoint that one rank can't write is removed when all have ended, and the run can go on. One that raises in
+    a forward pass, where the others gather weights that it doesn't send, ends it; nothing more is saved of it."""
     adaptive = {"algorithm": {"name": "ppo", "kl_coef": 0.2, "kl_target": 0.05}}
-    made = sections(tmp_path, trainer__total_steps=300, trainer__save_every=2, **adaptive, **TWO)
+    made = sections(tmp_path, trainer__total_steps=300, trainer__save_every=None, **adaptive, **TWO)
     trainer = PPOTrainer.from_config(OnPolicyRun.parse(made))
+    (pid,) = (p.pid for p in psutil.Process().children() if p.environ().get("RANK") == "1")
+    limits = resource.prlimit(pid, resource.RLIMIT_FSIZE, (9000, resource.RLIM_INFINITY))
+    with pytest.raises(CheckpointError, match="no room for the checkpoint of step 1"):
+        trainer.run(num_steps=1)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [".lock"]
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
     trainer.run(num_steps=1)
     unknown_to_rank_1 = sampled_batch([3, 2], [2, 2])
     for ids in ("prompt_ids", "response_ids"):
         unknown_to_rank_1[ids].remainder_(9)
     unknown_to_rank_1["prompt_ids"][-1] = 1000
     infer = trainer.parts.passes[0].infer
-    trainer.parts.passes[0].infer = lambda batch: infer(batch if trainer.steps_done < 2 else unknown_to_rank_1)
+    trainer.parts.passes[0].infer = lambda batch: infer(unknown_to_rank_1)
     start = time.monotonic()
     with pytest.raises(WorkerError, match=r"(?s)actor worker, rank 1: infer raised.*IndexError"):
-        trainer.run(num_steps=5)
+        trainer.run(num_steps=1)
     trainer.close()
     assert time.monotonic() - start < 30
-    assert checkpoints_of(tmp_path / "run")[-1] in ("step_000001", "step_000002")
+    assert checkpoints_of(tmp_path / "run") == ["step_000002"]
     assert_goes_on(tmp_path, **adaptive)

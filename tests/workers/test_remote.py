@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,13 +13,14 @@ import torch
 
 from tests.batches import sampled_batch
 from tests.workers.recipes import batch_of, recipe_of
-from verl.common.errors import ConfigError, StaleWeights
-from verl.controller import Controller, ResourcePool
+from verl.common.background import Background
+from verl.common.errors import ConfigError, StaleWeights, WorkerError
+from verl.controller import Controller, Place, ResourcePool, broadcast, dispatch
 from verl.controller.rows import shard_bounds
 from verl.rollout.base import Request, RolloutStats
 from verl.workers import remote
 from verl.workers.recipe import Recipe
-from verl.workers.remote import RemoteEngine, RemoteRollout, RemoteWeights, summed, work_shards
+from verl.workers.remote import RemoteEngine, RemoteRollout, RemoteSnapshot, RemoteWeights, summed, work_shards
 from verl.workers.served import EngineWorker, RolloutWorker
 
 ONE = ResourcePool(1, kind="cpu")
@@ -114,6 +118,35 @@ def test_a_pause_stops_at_the_border(controller: Controller, recipe: Recipe) -> 
     assert rollout.generate([]) == []
     rollout.sleep()
     rollout.wake()
+
+
+class Writers:
+    """Writers of a checkpoint, of which the second one fails at once and the first one takes its time."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self._writing = Background("writes")
+
+    @dispatch(broadcast)
+    def write_snapshot(self, folder: Path) -> None:
+        self._writing.start(partial(self.write, folder))
+
+    def write(self, folder: Path) -> None:
+        if self.place.rank:
+            raise OSError(errno.ENOSPC, "no space is left")
+        time.sleep(0.5)
+        (folder / "late").touch()
+
+    is_writing, end_writing = EngineWorker.is_writing, EngineWorker.end_writing
+
+
+def test_a_checkpoint_that_a_rank_cannot_write_fails_when_all_have_ended(tmp_path: Path) -> None:
+    """Whoever removes the half of it is alone in its folder."""
+    with Controller("processes") as controller:
+        group = controller.group("actor", Writers, ResourcePool(2, kind="cpu"))
+        with pytest.raises(WorkerError, match=r"(?s)rank 1: end_writing raised.*no space is left"):
+            RemoteSnapshot(group).write(tmp_path)
+        assert (tmp_path / "late").exists()
 
 
 def test_counts_add_up_and_seconds_are_those_of_the_slowest() -> None:

@@ -95,8 +95,9 @@ class RemoteSnapshot:
     def write(self, folder: Path) -> None:
         """As ``Snapshot.write``, between the calls that the loop makes to the same workers. May be on any thread."""
         self._group.write_snapshot(folder).get()
-        while not all(self._group.is_written().get()):
+        while any(self._group.is_writing().get()):  # on all ranks: who removes a half must be alone in it
             time.sleep(POLL_S)
+        self._group.end_writing().get()
 
 
 class RemoteRollout:

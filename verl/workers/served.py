@@ -104,12 +104,14 @@ class EngineWorker:
         self._snapshot = None
 
     @dispatch(gather)
-    def is_written(self) -> bool:
-        """Whether that has ended. Raises what ended it."""
-        if self._writing.is_running:
-            return False
+    def is_writing(self) -> bool:
+        """Whether that hasn't ended yet, well or not."""
+        return self._writing.is_running
+
+    @dispatch(broadcast)
+    def end_writing(self) -> None:
+        """Raises what ended it."""
         self._writing.wait()
-        return True
 
     @dispatch(joint(broadcast))
     def save_base(self, folder: Path) -> None:
