@@ -6,6 +6,7 @@ weights. Each rank count starts its processes once and runs all of its cases in 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -138,6 +139,7 @@ def inferred_rows(engine: TrainingEngine, batch: Batch, output: str) -> list[Ten
 
 def run_all(rank: int, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
     results = {}
+    warnings.filterwarnings("error", message="FSDP2-wrapped")
     for name, case in cases.items():
         case = dict(case)
         mesh = Mesh.build(ParallelConfig(**case.pop("sizes", {})), "cpu")

@@ -56,7 +56,7 @@ class ShardedNetwork:
             sharded.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
 
     def __call__(self, rows: PackedRows, entropy: bool = False) -> dict[str, Tensor]:
-        return self._run(lambda: self._network(rows, entropy))
+        return self._run(lambda: _owned(self._network(rows, entropy)))
 
     def _run(self, forward: Callable[[], T]) -> T:
         outputs: T = self._root(forward)
@@ -67,7 +67,7 @@ class ShardedNetwork:
 
     def hidden(self, rows: PackedRows) -> Tensor:
         """Hidden states [N, C] of the layers that are here, for the next stage of a pipeline."""
-        return self._run(lambda: self._network.hidden(rows).clone())  # of a view FSDP would warn
+        return self._run(lambda: _owned({"hidden": self._network.hidden(rows)}))["hidden"]
 
     def expect_backward(self, is_last: bool) -> None:
         """Whether the coming backward pass is the update's last. Where weights stay gathered, they do until then, and
@@ -78,6 +78,11 @@ class ShardedNetwork:
 
     def _units(self) -> Iterator[FSDPModule]:
         return (part for part in self._root.modules() if isinstance(part, FSDPModule))
+
+
+def _owned(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of a view FSDP would warn."""
+    return {name: values.clone() for name, values in outputs.items()}
 
 
 class _Whole(nn.Module):
