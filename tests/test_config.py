@@ -226,7 +226,6 @@ IDLE = [
     (["data.max_val_rows=5"], "data.max_val_rows: needs data.val"),
     (["data.exclude_val=true"], "data.exclude_val: needs data.val"),
     (["trainer.epochs=2", "trainer.total_steps=5"], "trainer.epochs: trainer.total_steps is given"),
-    (["actor.optim.min_lr_frac=0.1"], "actor.optim.min_lr_frac: needs actor.optim.schedule"),
     (["algorithm.kl_estimator=k2"], "algorithm.kl_estimator"),
     (["model.lora.alpha=8"], "model.lora.alpha: needs model.lora.rank"),
     (["profile.with_stacks=true"], "profile.with_stacks: needs profile.steps"),

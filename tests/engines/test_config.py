@@ -10,9 +10,9 @@ def test_warm_up_then_constant() -> None:
     assert [optim.lr_at(step, 10) for step in (1, 2, 4, 5, 10)] == [0.25, 0.5, 1.0, 1.0, 1.0]
 
 
-def test_linear_starts_at_the_peak_and_heads_for_its_fraction() -> None:
-    optim = OptimConfig(lr=1.0, schedule="linear", min_lr_frac=0.1)
-    assert [optim.lr_at(step, 10) for step in (1, 6, 10, 12)] == pytest.approx([1.0, 0.55, 0.19, 0.1])
+def test_linear_starts_at_the_peak_and_heads_for_0() -> None:
+    optim = OptimConfig(lr=1.0, schedule="linear")
+    assert [optim.lr_at(step, 10) for step in (1, 6, 10, 12)] == pytest.approx([1.0, 0.5, 0.1, 0.0])
     warm = OptimConfig(lr=1.0, schedule="linear", warmup_steps=2)
     assert [warm.lr_at(step, 6) for step in (1, 2, 3, 6)] == pytest.approx([0.5, 1.0, 1.0, 0.25])
 

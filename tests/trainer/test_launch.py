@@ -105,13 +105,13 @@ def test_a_script_under_torchrun_goes_on_at_rank_0_alone(tmp_path: Path) -> None
     """And makes the steps that it makes without; what rank 0 says no other rank repeats."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT, encoding="utf-8")
-    config = config_file(tmp_path, actor__optim__min_lr_frac=0.5)
+    config = config_file(tmp_path, profile__with_stacks=True)
     run = torchrun(str(script), str(config))
     output, _ = run.communicate(timeout=120)
     assert run.returncode == 0, output
     assert {line for line in output.splitlines() if line.startswith("before")} == {"before 0", "before 1"}
     assert [line for line in output.splitlines() if line.startswith("after")] == ["after 0 0"]
-    assert output.count("key without effect: actor.optim.min_lr_frac") == output.count("sampling with") == 1
+    assert output.count("key without effect: profile.with_stacks") == output.count("sampling with") == 1
     under = metrics_of(tmp_path / "run")
     (tmp_path / "run").rename(tmp_path / "under")
     assert train_run(load_config(config)) == 0

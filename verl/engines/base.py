@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from verl.engines.offload import MomentsOnCPU
 from verl.engines.packing import cut_by_tokens, cut_into, kept_together, pack, rows_of, unit_lengths
 from verl.engines.parallel import parallelize
 from verl.engines.snapshot import MODEL, OPTIMIZER, Snapshot, kept_on_first_rank, writers_group
+from verl.models.compiled import CompiledLayers
 from verl.models.lora import has_adapter
 from verl.models.networks import Network, PackedRows
 from verl.observe.metrics import MetricSums, merged_over_ranks
@@ -63,6 +64,7 @@ class Engine:
         )
         if weights is not None:
             self.masters = weights
+        self._layers: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def infer(self, batch: Batch, output: str) -> Tensor:
         """The network's ``output`` for each response token: [N] float32 on the CPU, in the batch's order."""
@@ -70,11 +72,12 @@ class Engine:
         pieces: list[Tensor] = [torch.empty(0)] * len(batch)
         cut = self._cut(batch)
         parts = [batch.select(index) for index in cut]
-        found = self.passes.infer([self._pack(part) for part in parts], output)
-        for index, part, values in zip(cut, parts, found, strict=True):
-            lengths = part.lengths("response_ids").tolist() if index else []
-            for row, piece in zip(index, values.cpu().split(lengths), strict=True):
-                pieces[row] = piece
+        with self._layers():
+            found = self.passes.infer([self._pack(part) for part in parts], output)
+            for index, part, values in zip(cut, parts, found, strict=True):
+                lengths = part.lengths("response_ids").tolist() if index else []
+                for row, piece in zip(index, values.cpu().split(lengths), strict=True):
+                    pieces[row] = piece
         return torch.cat(pieces) if pieces else torch.empty(0)
 
     def named_full_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -144,6 +147,8 @@ class TrainingEngine(Engine):
         self.skipped_in_a_row = 0
         if config.gradient_checkpointing:
             _enable_gradient_checkpointing(network, label)
+        if config.compile:
+            self._layers = CompiledLayers(network.lm.backbone, f"{label}.compile").active
 
     def update(self, batch: Batch, loss_function: LossFunction, *, lr: float, entropy: bool = False) -> MetricSums:
         """One optimizer step over all rows of ``batch``, those of the other data-parallel ranks included.
@@ -167,12 +172,13 @@ class TrainingEngine(Engine):
             # without a gradient of its own it takes a zero one: other ranks wait for this one's backward pass
             return loss.sum if loss.sum.requires_grad else _anchor(outputs)
 
-        self.passes.learn(
-            [self._pack(part) for part in parts],
-            entropy,
-            loss_of,
-            lambda index: self.masters.expect_backward(is_last=index == len(parts) - 1),
-        )
+        with self._layers():
+            self.passes.learn(
+                [self._pack(part) for part in parts],
+                entropy,
+                loss_of,
+                lambda index: self.masters.expect_backward(is_last=index == len(parts) - 1),
+            )
         metrics, total, count, tokens = self._of_all_ranks(tally)
         # a count of 0 is no sign of no tokens: a plain sum has none
         grad_norm, is_applied = self._step(total, float(Loss.divisor(count)), lr) if tokens else (0.0, True)

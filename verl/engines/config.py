@@ -16,7 +16,10 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 class OptimConfig(Section):
     """AdamW with warm-up and a schedule over trainer steps."""
 
-    formerly: ClassVar[dict[str, str]] = dict.fromkeys(("beta1", "beta2"), "write betas: [beta1, beta2]")
+    formerly: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("beta1", "beta2"), "write betas: [beta1, beta2]"),
+        "min_lr_frac": "a schedule ends at 0; set trainer.total_steps higher to stop before",
+    }
 
     lr: float = Field(1e-6, ge=0)
     """Peak learning rate."""
@@ -29,9 +32,7 @@ class OptimConfig(Section):
     warmup_steps: int = Field(0, ge=0)
     """Steps over which the rate rises linearly from lr / warmup_steps."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the rate falls from its peak, right after the warm-up, to `min_lr_frac` of it past the last step."""
-    min_lr_frac: float = Field(0.0, ge=0, le=1)
-    """Where the rate is heading, as a fraction of `lr`; for linear and cosine. No step has it, so 0 wastes none."""
+    """How the rate falls from its peak, right after the warm-up, to 0 past the last step; no step is wasted on 0."""
 
     def lr_at(self, step: int, total_steps: int) -> float:
         """Learning rate of ``step`` (1-based) in a run of ``total_steps``."""
@@ -41,7 +42,7 @@ class OptimConfig(Section):
             return self.lr
         progress = min(1.0, (step - 1 - self.warmup_steps) / max(1, total_steps - self.warmup_steps))
         fall = progress if self.schedule == "linear" else (1 - math.cos(math.pi * progress)) / 2
-        return self.lr * (1 - (1 - self.min_lr_frac) * fall)
+        return self.lr * (1 - fall)
 
 
 class EngineConfig(Section):
@@ -66,6 +67,9 @@ class TrainedConfig(EngineConfig):
 
     gradient_checkpointing: bool = False
     """Keep only layer inputs for the backward pass and compute the rest again: less memory, a third more compute."""
+    compile: bool = False
+    """Run decoder layers through torch.compile, which fuses norms, rotary and activations: faster steps, after a first
+    one that takes a minute longer. Needs a C++ compiler."""
     reshard_after_forward: bool = True
     """Over several ranks: free a layer's gathered weights after each use. False keeps them for a whole update, and
     reduces gradients once at its end: less communication, more memory."""

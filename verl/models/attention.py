@@ -79,7 +79,8 @@ def attend(
     return out.unsqueeze(0), None
 
 
-ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)  # without a mask entry of that name transformers makes no mask
+# without a mask entry of that name transformers makes no mask; layers that are compiled call it as it is
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION, torch.compiler.disable(attend))
 
 
 class PackedAttention:

@@ -200,9 +200,6 @@ class Run(Section):
             found.setdefault(f"placement.{role}", f"the run as configured has no {role}")
         if self.model.path is None:
             found["model.trust_remote_code"] = "needs model.path"
-        for role in ("actor", "critic"):
-            if role in type(self).model_fields and getattr(self, role).optim.schedule == "constant":
-                found[f"{role}.optim.min_lr_frac"] = f"needs {role}.optim.schedule linear or cosine"
         if not self.track.trackers:
             found["track.log_interval"] = "track.trackers is empty, and metrics.jsonl gets every step"
         if not self.profile.steps:
