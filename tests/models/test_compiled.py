@@ -16,7 +16,8 @@ from verl.common.errors import ConfigError
 from verl.engines.mesh import Mesh, ParallelConfig
 from verl.models import compiled
 from verl.models.causal_lm import CausalLM
-from verl.models.compiled import CompiledLayers, decoder_layers
+from verl.models.compiled import CompiledLayers
+from verl.models.networks import decoder_layers
 
 # dynamo hides a warning of its own that a filter "error" would raise
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

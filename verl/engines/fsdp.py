@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from verl.engines.config import EngineConfig, TrainedConfig
 from verl.engines.mesh import SHARDING_AXIS, Mesh
-from verl.models.networks import Network, PackedRows
+from verl.models.networks import Network, PackedRows, decoder_layers
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ class ShardedNetwork:
         self.dtype = next(self.module.parameters()).dtype
         self._network, self._root = network, _Whole(network.module)
         self._stays_gathered = isinstance(config, TrainedConfig) and not config.reshard_after_forward
-        for unit in (*_layers(self.lm.backbone), self._root):
+        for unit in (*decoder_layers(self.lm.backbone), self._root):
             if is_trained:
                 _to_float32(unit)
             fully_shard(
@@ -180,12 +180,6 @@ def sliced_like(whole: Tensor, parameter: Tensor) -> Tensor:
 def local_part(tensor: Tensor) -> Tensor:
     """What this rank holds of ``tensor``."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _layers(backbone: nn.Module) -> list[nn.Module]:
-    """The decoder layers that are here: a pipeline stage has stand-ins for the others."""
-    lists = [child for child in backbone.children() if isinstance(child, nn.ModuleList)]
-    return [layer for layers in lists for layer in layers if next(layer.parameters(), None) is not None]
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from torch import nn
 
 from verl.common.errors import ConfigError
 from verl.models.forwards import forward_of, put
+from verl.models.networks import decoder_layers
 
 BACKEND = "inductor"
 _RECOMPILE_LIMIT = 64
@@ -44,12 +45,6 @@ class CompiledLayers:
         it is, and torch warns of it."""
         with put(self._places), torch._dynamo.config.patch(suppress_errors=True):
             yield
-
-
-def decoder_layers(backbone: nn.Module) -> list[nn.Module]:
-    """The decoder layers that are here: a pipeline stage has stand-ins for the others."""
-    lists = [child for child in backbone.children() if isinstance(child, nn.ModuleList)]
-    return [layer for layers in lists for layer in layers if next(layer.parameters(), None) is not None]
 
 
 def _check_compiler(key: str) -> None:

@@ -68,6 +68,12 @@ class Network(Protocol):
         ...
 
 
+def decoder_layers(backbone: nn.Module) -> list[nn.Module]:
+    """The decoder layers that are here: a pipeline stage has stand-ins for the others."""
+    lists = [child for child in backbone.children() if isinstance(child, nn.ModuleList)]
+    return [layer for layers in lists for layer in layers if next(layer.parameters(), None) is not None]
+
+
 class PolicyNetwork:
     """Log-probs of the response tokens under the tempered distribution that the sampler draws from.
 
