@@ -128,8 +128,11 @@ run(program, sys.argv[1], **({"cpus_per_worker": 0.25} if sys.argv[1] == "ray" e
 """
 
 
-@pytest.mark.parametrize("executor", ["processes", "torchrun", pytest.param("ray", marks=needs_ray)])
+@pytest.mark.parametrize(
+    "executor", ["processes", "torchrun", "torchrun's agent", pytest.param("ray", marks=needs_ray)]
+)
 def test_no_worker_outlives_a_controller_that_is_killed(executor: str, tmp_path: Path) -> None:
+    executor, is_agent_killed = executor.removesuffix("'s agent"), executor.endswith("agent")
     script = tmp_path / "program.py"
     script.write_text(PROGRAM, encoding="utf-8")
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"] if executor == "torchrun" else []
@@ -142,7 +145,7 @@ def test_no_worker_outlives_a_controller_that_is_killed(executor: str, tmp_path:
         pids = [int(run.stdout.readline()) for _ in range(2)]
         assert all(psutil.pid_exists(pid) for pid in pids)
         time.sleep(0.5)  # the rows have been made and the sleep begun
-        os.kill(run.pid if executor != "torchrun" else pids[0], signal.SIGKILL)
+        os.kill(pids[0] if executor == "torchrun" and not is_agent_killed else run.pid, signal.SIGKILL)
         run.wait(60)
         assert ended(pids, 30.0)
     finally:

@@ -32,10 +32,10 @@ def go_on_in_child(parent: int) -> None:
     old = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     child = os.fork()
     if child == 0:
-        _on_parent_death(signal.SIGKILL, guardian)  # a guardian that is killed takes the child along
+        signal_on_parent_death(signal.SIGKILL, guardian)  # a guardian that is killed takes the child along
         signal.pthread_sigmask(signal.SIG_SETMASK, old - signals)
         return
-    _on_parent_death(signal.SIGTERM, parent)
+    signal_on_parent_death(signal.SIGTERM, parent)
     while signal.sigwait(signals) == signal.SIGCHLD:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
@@ -43,8 +43,8 @@ def go_on_in_child(parent: int) -> None:
     os.killpg(guardian, signal.SIGKILL)
 
 
-def _on_parent_death(number: signal.Signals, parent: int) -> None:
-    """Get a signal when the parent ends; now, if it has ended."""
+def signal_on_parent_death(number: signal.Signals, parent: int) -> None:
+    """Have this process get a signal when ``parent``, its parent, ends; now, if it has ended."""
     if sys.platform == "linux":
         import ctypes
 

@@ -154,7 +154,7 @@ class _GatherRuns(torch.autograd.Function):
         if width == 0:
             return own.clone()
         pieces = own.new_empty(len(counts), width)
-        dist.all_gather_into_tensor(pieces, pad(own, (0, width - len(own)))[None], group=group)
+        dist.all_gather(list(pieces), pad(own, (0, width - len(own))), group=group)
         return torch.cat([piece[:count] for piece, count in zip(pieces, counts, strict=True)])
 
     @staticmethod

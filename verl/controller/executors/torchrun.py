@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.common.errors import ConfigError, WorkerError
+from verl.common.guardian import signal_on_parent_death
 from verl.controller.executors.base import Endpoint
 from verl.controller.executors.channel import Channel
 from verl.controller.executors.child import say_only_errors, serve
@@ -88,6 +89,7 @@ class Torchrun:
         self._launch = _Launch.read()
         if self._launch.rank:
             raise ConfigError(f"rank {self._launch.rank} of torchrun serves: start the program through controller.run")
+        signal_on_parent_death(signal.SIGTERM, os.getppid())  # as torchrun passes it on, when it gets to that
         self._run = next(_runs)
         self._store = self._launch.connect()
         self._others = _accept(self._store, f"verl/controller/{self._run}", self._launch.world_size)
