@@ -228,7 +228,7 @@ IDLE = [
     (["trainer.epochs=2", "trainer.total_steps=5"], "trainer.epochs: trainer.total_steps is given"),
     (["algorithm.kl_estimator=k2"], "algorithm.kl_estimator"),
     (["model.lora.alpha=8"], "model.lora.alpha: needs model.lora.rank"),
-    (["profile.with_stacks=true"], "profile.with_stacks: needs profile.steps"),
+    (["profile.record=[stacks]"], "profile.record: needs profile.steps"),
     (["reward.workers=0", "reward.timeout_s=3"], "reward.timeout_s: needs reward.workers above 0"),
     (["data.val=v.jsonl", "validation.samples_per_prompt=4"], "validation.samples_per_prompt: validation.temperature"),
 ]

@@ -46,8 +46,9 @@ def test_one_trace_per_selected_rank_and_step(
     tmp_path: Path, with_stacks: bool, record_memory: bool, ranks: list[int] | None
 ) -> None:
     traces = tmp_path / "run" / "traces"
+    record = ["stacks"] * with_stacks + ["memory"] * record_memory
     for rank in (0, 1):
-        run_steps(traces, rank, 2, steps=[2], ranks=ranks, with_stacks=with_stacks, record_memory=record_memory)
+        run_steps(traces, rank, 2, steps=[2], ranks=ranks, record=record)
     expected = [f"step_000002.rank{rank}.json" for rank in ranks or [0, 1]]
     assert sorted(path.name for path in traces.iterdir()) == expected
     for name in expected:
@@ -84,7 +85,7 @@ def test_off_makes_no_folder_and_no_profiler(
         ({"steps": [2], "ranks": [5]}, r"profile.ranks [5] match no rank of the run, which has 0 to 1"),
         ({"steps": [2], "ranks": []}, r"profile.ranks is empty"),
         ({"ranks": [0]}, r"profile.ranks is set, but profile.steps is empty"),
-        ({"with_stacks": True}, r"profile.with_stacks is set, but profile.steps is empty"),
+        ({"record": ["stacks"]}, r"profile.record is set, but profile.steps is empty"),
     ],
 )
 def test_a_selection_without_effect_is_a_warning_from_rank_0(

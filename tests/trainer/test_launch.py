@@ -9,9 +9,18 @@ import pytest
 from omegaconf import OmegaConf
 from typer.testing import CliRunner
 
-from tests.trainer.runs import checkpoints_of, config_file, environment, metrics_of, prompts, sections, write_jsonl
+from tests.trainer.runs import (
+    REWARDS,
+    checkpoints_of,
+    config_file,
+    environment,
+    metrics_of,
+    prompts,
+    sections,
+    write_jsonl,
+)
 from verl.cli import app
-from verl.common.errors import ConfigError
+from verl.common.errors import ConfigError, RewardError
 from verl.config import load_config
 from verl.trainer.launch import plan, train_run
 from verl.trainer.placement import PlacementConfig
@@ -81,6 +90,25 @@ def test_a_run_prints_its_summary_and_keeps_its_log(tmp_path: Path, capsys: pyte
     assert not [h for h in logging.getLogger("verl").handlers if isinstance(h, logging.FileHandler)]
 
 
+def test_a_refused_start_leaves_no_folder_of_its_own(tmp_path: Path) -> None:
+    run = OnPolicyRun.parse(sections(tmp_path, rollout__max_response_tokens=30))
+    with pytest.raises(ConfigError, match="the model has 32"):
+        train_run(run)
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "run").mkdir()
+    with pytest.raises(ConfigError, match="the model has 32"):
+        train_run(run)
+    assert "ERROR verl.trainer.launch: the longest prompt" in (tmp_path / "run" / "logs" / "run.log").read_text()
+
+
+def test_what_ends_a_run_is_in_its_log_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = OnPolicyRun.parse(sections(tmp_path, reward={"function": f"{REWARDS}:boom"}))
+    with pytest.raises(RewardError, match="failed on all"):
+        train_run(run)
+    log = (tmp_path / "run" / "logs" / "run.log").read_text()
+    assert log.count("failed on all") == 1 and "failed on all" not in caplog.text
+
+
 def torchrun(*words: str, ranks: int = 2) -> subprocess.Popen[str]:
     """``torchrun`` as users start it, its output in one pipe."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
@@ -105,13 +133,13 @@ def test_a_script_under_torchrun_goes_on_at_rank_0_alone(tmp_path: Path) -> None
     """And makes the steps that it makes without; what rank 0 says no other rank repeats."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT, encoding="utf-8")
-    config = config_file(tmp_path, profile__with_stacks=True)
+    config = config_file(tmp_path, profile__record=["stacks"])
     run = torchrun(str(script), str(config))
     output, _ = run.communicate(timeout=120)
     assert run.returncode == 0, output
     assert {line for line in output.splitlines() if line.startswith("before")} == {"before 0", "before 1"}
     assert [line for line in output.splitlines() if line.startswith("after")] == ["after 0 0"]
-    assert output.count("key without effect: profile.with_stacks") == output.count("sampling with") == 1
+    assert output.count("key without effect: profile.record") == output.count("sampling with") == 1
     under = metrics_of(tmp_path / "run")
     (tmp_path / "run").rename(tmp_path / "under")
     assert train_run(load_config(config)) == 0

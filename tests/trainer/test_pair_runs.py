@@ -79,11 +79,16 @@ def test_online_dpo_on_workers_makes_the_steps_of_one_process(tmp_path: Path) ->
             assert there[key] == pytest.approx(here[key], rel=1e-3, abs=1e-4), key
 
 
-def test_a_trained_reward_model_scores_an_online_run(tmp_path: Path) -> None:
+def test_a_trained_reward_model_scores_an_online_run_here_and_on_a_worker_of_its_own(tmp_path: Path) -> None:
     made = judge(tmp_path / "judge")
     made.run()
     made.close()
     folder = tmp_path / "judge" / "run" / "checkpoints" / "step_000004" / "reward_model" / "model"
-    lines = run_with(tmp_path / "run", algorithm={"name": "online_dpo"}, reward={"model": str(folder)})
+    keys: dict[str, Any] = {"algorithm": {"name": "online_dpo"}, "reward": {"model": str(folder)}}
+    lines = run_with(tmp_path / "run", **keys)
+    apart = run_with(tmp_path / "apart", **keys, placement={"executor": "processes", "devices": 1, "reward": 1})
+    for name in ("mean", "std", "max", "min"):
+        key = f"reward/score/{name}"
+        assert [line[key] for line in apart] == pytest.approx([line[key] for line in lines], rel=1e-3, abs=1e-4)
     assert lines[0]["reward/score/std"] > 0 and lines[0]["reward/error_count"] == 0
     assert lines[0]["algorithm/pairs"] == 2, "no two scores of a network are equal"

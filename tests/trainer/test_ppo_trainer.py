@@ -234,7 +234,7 @@ def test_a_last_short_batch_with_more_mini_batches_than_rows(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("steps", "more"),
-    [([2], {}), ([2], {"profile__with_stacks": True, "profile__ranks": [0], "profile__record_memory": True}), ([], {})],
+    [([2], {}), ([2], {"profile__record": ["stacks", "memory"], "profile__ranks": [0]}), ([], {})],
 )
 def test_traces_of_the_chosen_steps_only(tmp_path: Path, steps: list[int], more: dict[str, Any]) -> None:
     run_lines(tmp_path, profile__steps=steps, trainer__total_steps=4, **more)

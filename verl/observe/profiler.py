@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -34,14 +34,18 @@ DEFAULT_TRACE = "verl_trace.json"
 class ProfileConfig(Section):
     """Which steps are traced. Nothing is unless ``steps`` names some."""
 
+    formerly: ClassVar[dict[str, str]] = {
+        "with_stacks": "write record: [stacks]",
+        "record_memory": "write record: [memory]",
+    }
+
     steps: list[int] = []
     """Steps to trace, counted from 1; each makes ``<run>/traces/step_000002.rank0.json``. Empty: off, at no cost."""
     ranks: list[int] | None = None
     """Ranks that write a trace; left out, all."""
-    with_stacks: bool = False
-    """Record the Python stack of every operation: larger and slower."""
-    record_memory: bool = False
-    """Record every allocation. torch then follows only the thread that runs the step, and what it starts."""
+    record: list[Literal["stacks", "memory"]] = []
+    """Also record `stacks`, the Python stack of every operation (larger and slower), or `memory`, every allocation
+    (torch then follows only the thread that runs the step, and what it starts)."""
 
 
 class StepProfiler:
@@ -83,7 +87,8 @@ class StepProfiler:
             self._write(recording, number)
 
     def _begin(self, number: int) -> _Recording | None:
-        recording = _Recording(memory=self._config.record_memory, communication=True, stacks=self._config.with_stacks)
+        record = self._config.record
+        recording = _Recording(memory="memory" in record, communication=True, stacks="stacks" in record)
         try:
             recording.start()
         except (VerlError, RuntimeError) as error:

@@ -24,7 +24,7 @@ class RewardConfig(Section):
     """Your own: ``path/to/file.py:function`` or ``package.module:function``."""
     model: str | None = Field(default=None, min_length=1)
     """A reward model: folder or hub name of a sequence classifier of one label, such as a run with the algorithm
-    bradley_terry makes. It scores in the training process."""
+    bradley_terry makes. It scores where ``placement`` says."""
     kwargs: dict[str, Any] = {}
     """Further arguments of the function."""
     timeout_s: float = Field(default=30.0, gt=0)

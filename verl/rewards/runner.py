@@ -17,7 +17,7 @@ from typing import Any
 
 import cloudpickle
 
-from verl.common.errors import ConfigError, RewardError, UnknownName
+from verl.common.errors import ConfigError, RewardError, UnknownName, WorkerError
 from verl.rewards import REWARDS
 from verl.rewards.base import LoadsFirst, RewardItem, RewardResult, ScoresItems, as_result, failed
 from verl.rewards.calling import FileFunction, ModuleFunction, bind, describe, find
@@ -204,7 +204,7 @@ def _source(reward: Any) -> Source:
 def _score_with_model(model: ScoresItems, items: Sequence[RewardItem]) -> list[RewardResult]:
     try:
         values = list(model.score_items(items)) if items else []
-    except ConfigError:
+    except (ConfigError, WorkerError):
         raise
     except Exception as error:  # a user's model: the rows fail, the run doesn't
         return [failed("error", describe(error)) for _ in items]

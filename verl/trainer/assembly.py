@@ -60,7 +60,9 @@ def assemble(config: OnPolicyRun, given: Given) -> Parts:
         on_error.callback(inputs.rewards.close)
         inputs.rewards.start()
         recipe = _recipe(config, inputs.tokenizer)
-        parts = _parts(config, inputs, build_roles(config, given.model, recipe, device, controller))
+        parts = _parts(
+            config, inputs, build_roles(config, given.model, recipe, device, controller, inputs.reward_model)
+        )
         on_error.pop_all()
     return parts
 

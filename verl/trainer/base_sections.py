@@ -181,6 +181,10 @@ class Run(Section):
         """The roles that run a model."""
         return ["actor"]
 
+    def placed_roles(self) -> list[str]:
+        """The roles that ``placement`` has a say on."""
+        return self.roles()
+
     def idle_keys(self) -> dict[str, str]:
         """Keys and sections that do nothing beside the other keys -> why."""
         found: dict[str, str] = {}
@@ -195,15 +199,14 @@ class Run(Section):
             found |= dict.fromkeys(("reference", "placement.reference"), reason)
         else:
             found |= dict.fromkeys(("model.lora.alpha", "model.lora.target_modules"), "needs model.lora.rank")
-        with_models = {*self.roles(), "rollout"} if "rollout" in type(self).model_fields else set(self.roles())
-        for role in set(OWN) - with_models:
+        for role in set(OWN) - set(self.placed_roles()):
             found.setdefault(f"placement.{role}", f"the run as configured has no {role}")
         if self.model.path is None:
             found["model.trust_remote_code"] = "needs model.path"
         if not self.track.trackers:
             found["track.log_interval"] = "track.trackers is empty, and metrics.jsonl gets every step"
         if not self.profile.steps:
-            found |= {f"profile.{key}": "needs profile.steps" for key in ("ranks", "with_stacks", "record_memory")}
+            found |= {f"profile.{key}": "needs profile.steps" for key in ("ranks", "record")}
         return found
 
     def conflicts(self) -> list[str]:

@@ -89,9 +89,13 @@ def _data_keys(data: Any, val: Any, given: Given) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run needs beside its model, loaded and checked against the model's configuration."""
+    """What a run needs beside its model, loaded and checked against the model's configuration.
+
+    reward_model  behind ``rewards``, where the config names one
+    """
 
     rewards: RewardRunner
+    reward_model: NamedRewardModel | None
     tokenizer: PreTrainedTokenizerBase
     train: PromptDataset
     val: PromptDataset | None
@@ -104,18 +108,25 @@ def load_inputs(config: OnPolicyRun, given: Given) -> Inputs:
     """
     config.track.check_installed()
     tokenizer = given.tokenizer or load_tokenizer(config.model)
-    rewards = reward_runner(config, given, tokenizer)
+    model = reward_model(config, tokenizer) if given.reward is None else None
+    rewards = reward_runner(config, model or given.reward)
     train, val = load_data(config, given, tokenizer)
     hf_config = given.model.config if given.model is not None else load_model_config(config.model, tokenizer)
     check_lengths(hf_config, config, train, val)
-    return Inputs(rewards, tokenizer, train, val)
+    return Inputs(rewards, model, tokenizer, train, val)
 
 
-def reward_runner(config: OnPolicyRun, given: Given, tokenizer: PreTrainedTokenizerBase) -> RewardRunner:
-    """The runner of the run's one reward. Raises ConfigError when there is none or it can't be loaded here."""
-    reward = config.reward if given.reward is None else given.reward
-    if config.reward.model is not None and given.reward is None:
-        reward = NamedRewardModel(config.reward.model, tokenizer, pick_device(config.trainer.device))
+def reward_model(config: OnPolicyRun, tokenizer: PreTrainedTokenizerBase) -> NamedRewardModel | None:
+    """The model that the config names, not loaded yet. Raises DataError and UnsupportedModel."""
+    if config.reward.model is None:
+        return None
+    is_here = config.placement.kind == "inprocess"
+    return NamedRewardModel(config.reward.model, tokenizer, pick_device(config.trainer.device) if is_here else None)
+
+
+def reward_runner(config: OnPolicyRun, reward: Any) -> RewardRunner:
+    """The runner of the run's one reward, None for that of the config. Raises ConfigError when there is none or it
+    can't be loaded here."""
     try:
         return RewardRunner(reward, config.reward)
     except VerlError:

@@ -17,7 +17,7 @@ from verl.controller import Layout, serve
 from verl.engines.mesh import ParallelConfig
 
 Devices = int | list[int]
-OWN = ("critic", "reference", "rollout")
+OWN = ("critic", "reference", "rollout", "reward")
 """Roles that may have devices of their own."""
 
 
@@ -40,6 +40,8 @@ class PlacementConfig(Section):
     """The reference's own devices: how many, beside those of other roles, or which; null: the actor's."""
     rollout: Devices | None = None
     """The rollout's own devices, as above; null: the actor's, whose weights it then takes where they are."""
+    reward: Devices | None = None
+    """Devices of the reward model (`reward.model`), as above, each with a whole one; null: the actor's."""
     nodes: int = Field(1, ge=1)
     """Machines, each with these devices; more than one needs ray."""
     call_timeout_s: float | None = Field(None, gt=0)

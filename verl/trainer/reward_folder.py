@@ -15,23 +15,26 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from verl.common.errors import DataError, UnsupportedModel
+from verl.controller import Controller, ResourcePool
 from verl.models.lora import is_classifier, root_of
 from verl.rewards.base import RewardItem
 from verl.trainer.reward_model import RewardModel, load_classifier
+from verl.trainer.reward_worker import RemoteRewardModel, RewardWorker
 
 
 class NamedRewardModel:
     """The reward model in the folder, or of the hub name, ``where``.
 
     tokenizer  the policy's
+    device     of this process, for ``load``; None where it is to be started on workers
     Raises DataError where there is no model, UnsupportedModel where it isn't one of one label.
     """
 
-    def __init__(self, where: str, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> None:
+    def __init__(self, where: str, tokenizer: PreTrainedTokenizerBase, device: torch.device | None) -> None:
         folder = Path(where).expanduser()
         if not folder.is_dir() and (where.startswith((".", "/", "~")) or where.count("/") > 1):
             raise DataError(f"reward.model={where!r} is no folder, and no name on the hub either")
-        self.where, self.device = str(folder) if folder.is_dir() else where, device
+        self.where, self.device = str(folder.absolute()) if folder.is_dir() else where, device
         try:
             config = AutoConfig.from_pretrained(root_of(self.where))
         except (OSError, ValueError) as error:
@@ -44,19 +47,24 @@ class NamedRewardModel:
                 "not a sequence classifier of one: train one with algorithm.name=bradley_terry"
             )
         self._text_tokenizer = _other_tokenizer(self.where, tokenizer)
-        self._model: RewardModel | None = None
+        self._model: RewardModel | RemoteRewardModel | None = None
 
     def load(self) -> None:
-        """Load the weights. Raises UnsupportedModel where they lack the head."""
-        if self._model is None:
+        """Load the weights, unless workers do. Raises UnsupportedModel where they lack the head."""
+        if self._model is None and self.device is not None:
             self._model = RewardModel(
                 load_classifier(self.where, self.device), self._text_tokenizer, device=self.device
             )
 
+    def start_on(self, controller: Controller, pool: ResourcePool) -> None:
+        """Load the weights on the workers of ``pool``. Raises WorkerError."""
+        keys: dict[str, Any] = {"where": self.where, "tokenizer": self._text_tokenizer}
+        self._model = RemoteRewardModel(controller.group("reward", RewardWorker, pool, **keys))
+
     def score_items(self, items: Sequence[RewardItem]) -> Sequence[Any]:
         """One score an item, in order."""
         self.load()
-        assert self._model is not None
+        assert self._model is not None, "its workers are started first"
         return self._model.score_items(items)
 
 

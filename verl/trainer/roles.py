@@ -35,6 +35,7 @@ from verl.observe.flops import ModelShape
 from verl.trainer.base_sections import GIVEN, Run
 from verl.trainer.measures import Compute
 from verl.trainer.placement import PlacementConfig, launched_ranks, layout_of
+from verl.trainer.reward_folder import NamedRewardModel
 from verl.workers.recipe import Recipe, learner
 from verl.workers.reference import BaseReference, Reference
 from verl.workers.remote import RemoteEngine, RemoteRollout, RemoteWeights
@@ -105,17 +106,22 @@ def controller_for(placement: PlacementConfig) -> Iterator[Controller | None]:
 
 
 def build_roles(
-    config: Run, model: PreTrainedModel | None, recipe: Recipe, device: torch.device, controller: Controller | None
+    config: Run,
+    model: PreTrainedModel | None,
+    recipe: Recipe,
+    device: torch.device,
+    controller: Controller | None,
+    reward_model: NamedRewardModel | None = None,
 ) -> Roles:
     """The roles that ``recipe`` describes: on workers of ``controller``, or without one in this process, on ``model``
-    where one was given."""
+    where one was given. ``reward_model`` goes to the workers too."""
     seed_everything(config.trainer.seed)
     kept = config.trainer.output_dir / "base"
     recipe = replace(recipe, base=_found_again(config.model.path) or str(kept))
     if controller is None:
         roles = _roles_here(config, model, recipe, device)
     else:
-        roles = _roles_on_workers(config, recipe, controller)
+        roles = _roles_on_workers(config, recipe, controller, reward_model)
     if config.model.lora.is_on and recipe.base == str(kept) and not kept.exists():
         with folder_written_aside(kept) as aside:
             roles.actor.engine.save_base(aside)
@@ -166,7 +172,9 @@ def _roles_here(config: Run, model: PreTrainedModel | None, recipe: Recipe, devi
     )
 
 
-def _roles_on_workers(config: Run, recipe: Recipe, controller: Controller) -> Roles:
+def _roles_on_workers(
+    config: Run, recipe: Recipe, controller: Controller, reward_model: NamedRewardModel | None
+) -> Roles:
     """A worker group for each role, on the devices that ``placement`` names, and what stands for it here."""
     placement, seed = config.placement, config.trainer.seed
     outline = PolicyNetwork(CausalLM(outline_of(config.model, recipe.tokenizer)))
@@ -205,6 +213,8 @@ def _roles_on_workers(config: Run, recipe: Recipe, controller: Controller) -> Ro
         weights = RemoteWeights(actor_engine, rollout, is_colocated=pool("rollout") is pool("actor"))
         weights.set_version(0)
         sampler = Sampler(rollout, weights)
+    if reward_model is not None:
+        reward_model.start_on(controller, pool("reward"))
     return Roles(
         device=torch.device("cpu"),
         module=None,

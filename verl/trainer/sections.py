@@ -73,6 +73,10 @@ class OnPolicyRun(Run):
         own = ("critic",) if self.model.lora.is_on else ("critic", "reference")
         return ["actor", *(role for role in own if role in needs)]
 
+    def placed_roles(self) -> list[str]:
+        """As in Run."""
+        return [*self.roles(), "rollout", *(["reward"] if self.reward.model is not None else [])]
+
     def idle_keys(self) -> dict[str, str]:
         """As in Run."""
         found, roles = super().idle_keys(), self.roles()
@@ -82,7 +86,7 @@ class OnPolicyRun(Run):
             found["validation.samples_per_prompt"] = "validation.temperature is 0, so the samples of a prompt are equal"
         if self.reward.model is not None:
             unused = ("kwargs", "timeout_s", "workers", "cache")
-            found |= {f"reward.{key}": "reward.model scores in this process" for key in unused}
+            found |= {f"reward.{key}": "a reward model has no use for it" for key in unused}
         elif self.reward.workers == 0:
             found |= {key: "needs reward.workers above 0" for key in ("reward.timeout_s", "reward.cache")}
         return found
