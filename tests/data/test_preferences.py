@@ -158,6 +158,16 @@ def test_rows_that_are_no_pairs_are_named(row: dict[str, Any], words: str) -> No
         pairs([PAIR, row])
 
 
+@pytest.mark.parametrize(("label", "word"), [(True, "desirable"), (False, "undesirable")])
+def test_answers_of_one_label_are_warned_of(caplog: pytest.LogCaptureFixture, label: bool, word: str) -> None:
+    rows = [{"prompt": f"hi w{i}", "response": "w7", "label": label} for i in (10, 11, 12)]
+    assert len(singles(rows)) == 3
+    assert f"data.train: all 3 answers are {word}, and there is no" in caplog.text
+    caplog.clear()
+    assert len(singles([*rows, {**rows[0], "label": not label}])) == 4 and not caplog.text
+    assert len(pairs([PAIR])) == 1 and not caplog.text
+
+
 @pytest.mark.parametrize("label", ["yes", 2, 0.5])
 def test_a_label_is_true_or_false(label: Any) -> None:
     with pytest.raises(DataError, match=r"column 'label' \(data.label_key\) is true or false"):

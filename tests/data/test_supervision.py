@@ -178,6 +178,18 @@ def test_an_empty_plain_answer_is_refused():
         supervise(word_tokenizer(chat_template=False), "hi", CONFIG, answer=" ")
 
 
+def test_an_empty_answer_is_refused_in_a_chat_too():
+    with pytest.raises(DataError, match="the answer is empty"):
+        supervise(word_tokenizer(), "hi", CONFIG, answer="")
+    with pytest.raises(DataError, match="message 1, an assistant turn, is empty"):
+        supervise(word_tokenizer(), [HI, {"role": "assistant", "content": ""}, *TURNS[2:]], CONFIG)
+
+
+def test_a_turn_that_only_calls_tools_is_no_empty_one():
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    assert learned(supervise(word_tokenizer(), [HI, call], CONFIG)) == [2]
+
+
 def test_turns_need_a_template():
     with pytest.raises(ConfigError, match="has no chat template"):
         supervise(word_tokenizer(chat_template=False), TURNS, CONFIG)

@@ -70,8 +70,8 @@ def load_preferences(
     is_paired  pairs of a chosen and a rejected answer, or single ones with a label
     key        the configuration key that ``source`` came from, for messages
     Examples beyond a limit, by their prompt or as a whole, are dropped, cut, or an error, as the section says, and are
-    named in any case; a pair whose answers are the same ids teaches nothing and is warned of. Raises DataError for rows
-    that can't be used, all at once, and when nothing is left.
+    named in any case; a pair whose answers are the same ids teaches nothing and is warned of, and so are single answers
+    that all have one label. Raises DataError for rows that can't be used, all at once, and when nothing is left.
     """
     rows = read_all(source, config, key, max_rows)
     kept: list[Example] = []
@@ -111,6 +111,7 @@ def load_preferences(
     if not kept:
         raise DataError(f"{key}: no example is left to learn from: {report.summary()}")
     _warn_of_equal_pairs(kept, key)
+    _warn_of_one_label(kept, key)
     return ExampleDataset(kept, report)
 
 
@@ -210,3 +211,16 @@ def _warn_of_equal_pairs(examples: list[Example], key: str) -> None:
     ]
     if equal:
         log.warning("%s: %d pairs teach nothing: %s", key, len(equal), name_some(equal))
+
+
+def _warn_of_one_label(examples: list[Example], key: str) -> None:
+    labels = {label for example in examples for label in example.is_chosen}
+    if len(labels) == 1:
+        word, other = ("desirable", "undesirable") if labels == {True} else ("undesirable", "desirable")
+        log.warning(
+            "%s: all %d answers are %s, and there is no %s one to tell them from: is data.label_key right?",
+            key,
+            len(examples),
+            word,
+            other,
+        )

@@ -81,12 +81,17 @@ def supervise(
 
 def _with_answer(prompt: str | Sequence[Message], answer: str | None, config: DataConfig) -> list[Message]:
     if answer is not None:
+        if not answer:
+            raise DataError("the answer is empty")
         return [*compose(check_prompt(prompt), config), {"role": "assistant", "content": answer}]
     if isinstance(prompt, str):
         raise DataError("a text prompt needs its answer; without one, give messages with assistant turns")
     messages = check_messages(prompt)
     if all(message["role"] != "assistant" for message in messages):
         raise DataError(f"no assistant turn to learn: the roles are {[message['role'] for message in messages]}")
+    for i, message in enumerate(messages):
+        if message == {"role": "assistant", "content": ""}:
+            raise DataError(f"message {i}, an assistant turn, is empty: it would teach to say nothing")
     return compose(messages, config)
 
 
