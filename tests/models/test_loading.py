@@ -120,6 +120,13 @@ def test_no_folder(path: str) -> None:
             load(ModelConfig(path=path))
 
 
+@pytest.mark.parametrize("path", ["runs/sft/checkpoints/step_000060/actor/model", "a/b/c"])
+def test_what_has_two_slashes_is_never_asked_of_the_hub(path: str) -> None:
+    for load in (load_tokenizer, lambda config: load_model_config(config, word_tokenizer())):
+        with pytest.raises(DataError, match=rf"model\.path='{path}' is no folder here, and no hub name either"):
+            load(ModelConfig(path=path))
+
+
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "model.bin").write_text("")
     with pytest.raises(DataError, match="is no folder"):

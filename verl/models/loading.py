@@ -26,7 +26,8 @@ from verl.models.lora import LoraConfig, has_adapter, load_merged, root_of
 
 log = logging.getLogger(__name__)
 
-_SIGNS = ("config.json", ADAPTER, "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_TOKENIZER_SIGNS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_SIGNS = ("config.json", ADAPTER, *_TOKENIZER_SIGNS)
 _BELOW = ("*", "actor/model", "checkpoints/step_*/actor/model")
 
 
@@ -79,7 +80,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
             source, trust_remote_code=config.trust_remote_code
         )
     except Exception as error:  # transformers raises many kinds; all mean that there is no usable tokenizer
-        raise DataError(f"{key}={source!r} holds no tokenizer that loads: {error}. Set model.tokenizer") from error
+        raise DataError(_no_tokenizer(key, source, error)) from error
     if tokenizer.eos_token_id is None:
         raise DataError(f"the tokenizer of {key}={source!r} has no end-of-sequence token, so no response could end")
     return tokenizer
@@ -175,7 +176,9 @@ def character_tokenizer(characters: str) -> PreTrainedTokenizerBase:
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     inner.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>")
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>")
+    made.name_or_path = f"chars:{characters}"
+    return made
 
 
 def _scratch_config(description: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
@@ -197,12 +200,25 @@ def _unusable(config: ModelConfig, error: Exception) -> VerlError:
     return ConfigError(f"model.scratch doesn't describe a {(config.scratch or {})['model_type']!r} model: {said}")
 
 
+def _no_tokenizer(key: str, source: str, error: Exception) -> str:
+    if not Path(source).is_dir():
+        return (
+            f"{key}={source!r} is no folder here, and the hub gave no tokenizer of that name: {error} Set {key} to a "
+            "folder that is there, or to a hub name that can be reached"
+        )
+    is_there = any((Path(source) / name).exists() for name in _TOKENIZER_SIGNS)
+    why = str(error).rstrip(".") if is_there else f"none of {', '.join(_TOKENIZER_SIGNS)} is in it"
+    return f"{key}={source!r} holds no tokenizer that loads: {why}. Set model.tokenizer to a folder or hub name of one"
+
+
 def _place(source: str, key: str) -> str:
     """``source`` for transformers: a folder's path, ``~`` expanded, or a hub name. Raises DataError for no folder."""
     path = Path(source).expanduser()
     looks_local = source.startswith((".", "/", "~")) or path.exists()
     if looks_local and not path.is_dir():
         raise DataError(f"{key}={source!r} is no folder")
+    if not looks_local and source.count("/") > 1:
+        raise DataError(f"{key}={source!r} is no folder here, and no hub name either, which has one slash at most")
     if looks_local and not any((path / name).exists() for name in _SIGNS) and (below := _models_below(path)):
         raise DataError(f"{key}={source!r} is no model folder itself; there is one below it: {str(below[-1])!r}")
     return str(path) if looks_local else source
