@@ -82,6 +82,15 @@ def test_version_and_help(command: Command, word: str) -> None:
     assert code == 0 and (verl.__version__ in out if word == "--version" else "train" in out)
 
 
+def test_a_warning_of_another_library_is_printed_once() -> None:
+    program = (
+        "import logging, huggingface_hub; from verl.cli import set_up_logging; set_up_logging(); "
+        "logging.getLogger('huggingface_hub.utils').warning('again in 2 s')"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stderr.count("again in 2 s") == 1
+
+
 def test_unknown_words(command: Command) -> None:
     code, _, errors = command("trian")
     assert code == 2 and "trian" in errors
@@ -274,7 +283,7 @@ def test_generate_by_seed(tmp_path: Path, command: Command, model: Path) -> None
         (["--max-new-tokens", "0"], "max_new_tokens must be >= 1"),
         (["--temperature", "-1"], "temperature must be 0 (greedy)"),
         (["--top-p", "0"], "top_p must be in (0, 1]"),
-        (["--max-new-tokens", "256"], "leaves no room for a prompt: the model has 256 positions"),
+        (["--max-new-tokens", "256"], "the model has 256 positions. Lower max_new_tokens (--max-new-tokens)"),
         (["--max-new-tokens", "253"], "the model has 256 positions, and the response may take all but 3"),
         (["--model", "/no/model"], "'/no/model' is no folder"),
         (["--out", "/proc/x/y"], "can't be written"),

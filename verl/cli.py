@@ -224,14 +224,20 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
         raise typer.Exit
 
 
+def set_up_logging() -> None:
+    """Lines of this library, and warnings of others, on standard error; each once."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("verl").setLevel(logging.INFO)
+    logging.getLogger("huggingface_hub").propagate = False  # it prints its lines itself
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # a warning that concerns no user of ours
+
+
 def main() -> None:
     """Entry of the ``verl`` command: a known error is one message and exit code 1, not a traceback."""
     exit_without_collecting()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that can't show a character gets a question mark
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("verl").setLevel(logging.INFO)
-    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # a warning that concerns no user of ours
+    set_up_logging()
     try:
         app()
     except VerlError as error:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Optional, Union
 
 import pytest
-from pydantic import AliasChoices, Field, ValidationError, create_model
+from pydantic import AliasChoices, Field, ValidationError, create_model, field_validator
 
 from verl.common.errors import ConfigError
 from verl.common.section import Section, key_paths
@@ -144,6 +144,33 @@ def test_message_names_key_value_and_way_out() -> None:
         "key: takes a number, but got the boolean True (YAML reads on, off, yes and no as booleans: quote text)"
     )
     assert read(str, 1.5) == "key: takes text, but got the float 1.5: put it in quotes"
+
+
+class Named(Section):
+    """A key whose own check says what it was given."""
+
+    key: str = "a"
+    """A word."""
+    share: float = 1.0
+    """A number."""
+
+    @field_validator("key")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        raise ValueError(f"unknown word {value!r}")
+
+    @field_validator("share")
+    @classmethod
+    def _positive(cls, value: float) -> float:
+        if value > 0:
+            return value
+        raise ValueError(f"must be > 0, got {value}")
+
+
+def test_what_was_given_is_said_once() -> None:
+    with pytest.raises(ConfigError) as error:
+        Named.parse({"key": "b", "share": "0"})
+    assert str(error.value) == "key: unknown word 'b'\nshare: must be > 0, got 0.0"
 
 
 class Color(Enum):

@@ -275,6 +275,12 @@ def _explain(section: type[BaseModel], problem: Any, where: str) -> str:
             elsewhere = [place for place in places if place.rpartition(".")[2] == key]
             if elsewhere:
                 message += f". {key!r} is known as {', '.join(elsewhere)}"
-    elif problem["type"] != "missing" and " got the " not in message and not isinstance(problem["input"], Mapping):
+    elif problem["type"] != "missing" and not _names_value(message, problem["input"]):
         message += f", got {problem['input']!r}"
     return f"{path}: {message}" if path else message
+
+
+def _names_value(message: str, value: Any) -> bool:
+    """Whether ``message`` says what was given; a whole section is never repeated."""
+    is_quoted = isinstance(value, str) and repr(value) in message
+    return is_quoted or " got " in message or isinstance(value, Mapping)

@@ -71,10 +71,12 @@ def _export_merged(adapter: Path, target: Path, dtype: str | None) -> Path:
 
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers.utils.logging import disable_progress_bar
 
     from verl.engines.checkpoint_parts import save_model
     from verl.models.lora import is_classifier, load_adapter, load_merged
 
+    disable_progress_bar()
     kind: Any = AutoModelForCausalLM.from_pretrained
     if is_classifier(adapter):
         kind = partial(AutoModelForSequenceClassification.from_pretrained, num_labels=1)

@@ -14,6 +14,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from verl.common.errors import ConfigError, DataError
 from verl.common.files import write_text
@@ -53,6 +54,7 @@ def load_sampler(
     model: str, *, engine: str = "native", device: str = "auto", amp_dtype: str = "auto", seed: int = 0
 ) -> Sampler:
     """The model folder ``model`` behind a rollout engine with that engine's defaults."""
+    disable_progress_bar()  # on standard error, among what a command says
     config = ModelConfig(path=model, amp_dtype=amp_dtype)
     where = pick_device(device)
     seed_everything(seed)
@@ -131,7 +133,7 @@ def data_config(
     if room < 1:
         raise ConfigError(
             f"max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt: the model has "
-            f"{sampler.max_positions} positions"
+            f"{sampler.max_positions} positions. Lower max_new_tokens (--max-new-tokens)"
         )
     return DataConfig.parse(
         {
