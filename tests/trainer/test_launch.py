@@ -90,14 +90,16 @@ def test_a_run_prints_its_summary_and_keeps_its_log(tmp_path: Path, capsys: pyte
     assert not [h for h in logging.getLogger("verl").handlers if isinstance(h, logging.FileHandler)]
 
 
-def test_a_refused_start_leaves_no_folder_of_its_own(tmp_path: Path) -> None:
-    run = OnPolicyRun.parse(sections(tmp_path, rollout__max_response_tokens=30))
+def test_a_refused_start_leaves_no_folder_that_nobody_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    keys = sections(tmp_path, rollout__max_response_tokens=30)
+    named = keys["trainer"].pop("output_dir")
     with pytest.raises(ConfigError, match="the model has 32"):
-        train_run(run)
-    assert not (tmp_path / "run").exists()
-    (tmp_path / "run").mkdir()
+        train_run(OnPolicyRun.parse(keys))
+    assert list((tmp_path / "runs").iterdir()) == []
+    keys["trainer"]["output_dir"] = named
     with pytest.raises(ConfigError, match="the model has 32"):
-        train_run(run)
+        train_run(OnPolicyRun.parse(keys))
     assert "ERROR verl.trainer.launch: the longest prompt" in (tmp_path / "run" / "logs" / "run.log").read_text()
 
 

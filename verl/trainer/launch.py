@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from verl.common.errors import VerlError
 from verl.observe.curve import reward_curve_png
 from verl.observe.history import load_metrics
 from verl.observe.keys import CURVES
@@ -41,7 +43,12 @@ def train_run(config: Run) -> int:
     folder = config.trainer.output_dir.absolute()  # wherever a reward may change the working folder to
     prepare_folder(config.trainer)
     with _log_file(folder):
-        trainer = trainer_class(config).from_config(config)
+        try:
+            trainer = trainer_class(config).from_config(config)
+        except VerlError:
+            if not config.trainer.is_set("output_dir"):  # a new name for each start: nobody else is in it
+                shutil.rmtree(folder)
+            raise
         use_one_thread_where_more_would_wait(trainer.parts.device, trainer.parts.shape.active_parameters)
         try:
             result: RunResult = trainer.run()
@@ -78,7 +85,7 @@ def report(folder: Path) -> None:
 
 @contextmanager
 def _log_file(folder: Path) -> Iterator[None]:
-    """Copies this library's log lines to ``logs/run.log`` of the run."""
+    """Copies this library's log lines to ``logs/run.log`` of the run, and the error that ends it."""
     path = folder / "logs" / "run.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(path, encoding="utf-8")
@@ -86,6 +93,9 @@ def _log_file(folder: Path) -> Iterator[None]:
     logging.getLogger("verl").addHandler(handler)
     try:
         yield
+    except VerlError as error:  # the command prints it, so it goes into the file alone
+        handler.handle(log.makeRecord(log.name, logging.ERROR, __file__, 0, "%s", (error,), None))
+        raise
     finally:
         logging.getLogger("verl").removeHandler(handler)
         handler.close()
