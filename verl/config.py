@@ -35,7 +35,9 @@ def load_config(source: str | Path, overrides: Sequence[str] = ()) -> Run:
     try:
         run = kind.parse(sections)
     except ConfigError as error:
-        raise ConfigError("\n".join([*missing, str(error)])) from None
+        covered = {f"{path.partition('.')[0]}: Field required" for path in kind.must_say}
+        others = [line for line in str(error).split("\n") if line not in covered]
+        raise ConfigError("\n".join([*missing, *others])) from None
     if missing:
         raise ConfigError("\n".join(missing))
     said: dict[str, Any] = {"model.path": run.model.path, "model.tokenizer": run.model.tokenizer}
@@ -76,6 +78,9 @@ def read_sections(source: str | Path, overrides: Sequence[str] = ()) -> dict[str
     _register_here(path.resolve().parent)
     try:
         loaded = OmegaConf.create(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        known = ", ".join(sorted(recipes()))
+        raise ConfigError(f"there is no config file {origin!r}; recipes, named without a suffix: {known}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {origin!r} can't be read: {error}") from error
     except (YAMLError, OmegaConfBaseException) as error:
