@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import shutil
 import subprocess
@@ -52,16 +53,35 @@ def test_changelog_has_sections() -> None:
     assert kinds and kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 
 
-def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
+def built(folder: Path, how: str) -> Path:
+    """The wheel that ``how`` of setuptools makes of a copy of the sources in ``folder``."""
     pytest.importorskip("setuptools", minversion="77")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tmp_path)
-    shutil.copytree(ROOT / "verl", tmp_path / "verl", ignore=shutil.ignore_patterns("__pycache__"))
-    command = "from setuptools.build_meta import build_wheel; build_wheel('dist')"
-    done = subprocess.run([sys.executable, "-c", command], cwd=tmp_path, capture_output=True, text=True)
+        shutil.copy(ROOT / name, folder)
+    shutil.copytree(ROOT / "verl", folder / "verl", ignore=shutil.ignore_patterns("__pycache__"))
+    command = f"from setuptools import build_meta; build_meta.{how}('dist')"
+    (folder / "dist").mkdir()
+    done = subprocess.run([sys.executable, "-c", command], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    (wheel,) = (tmp_path / "dist").glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
+    (wheel,) = (folder / "dist").glob("*.whl")
+    return wheel
+
+
+def test_an_editable_install_is_found_from_the_folder_that_holds_the_checkout(tmp_path: Path) -> None:
+    """There the checkout's own folder is called verl too: a namespace package, which wins over a hook of setuptools."""
+    checkout = tmp_path / "verl"
+    checkout.mkdir()
+    with zipfile.ZipFile(built(checkout, "build_editable")) as archive:
+        archive.extractall(tmp_path / "site")
+    program = f"import site; site.addsitedir({str(tmp_path / 'site')!r}); import verl; print(verl.__file__)"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-S", "-c", program]  # without the packages of this interpreter, verl among them
+    found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert found.stdout.strip() == str(checkout / "verl" / "__init__.py"), found.stderr
+
+
+def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
+    with zipfile.ZipFile(built(tmp_path, "build_wheel")) as archive:
         names = archive.namelist()
         metadata = archive.read(next(name for name in names if name.endswith("METADATA"))).decode()
     sources = {p.relative_to(ROOT).as_posix() for p in (ROOT / "verl").rglob("*.py")}
