@@ -72,6 +72,7 @@ def all_of_two(rank: int) -> dict[str, Any]:
     compiled.BACKEND = "aot_eager"
     found = {}
     for name, case in OF_TWO.items():
+        torch._dynamo.reset()
         keys = {key: value for key, value in case.items() if key != "sizes"}
         mesh = Mesh.build(ParallelConfig(**case.get("sizes", {})), "cpu")
         found[name] = run_case(rank, mesh, compile=True, **keys)
