@@ -176,8 +176,8 @@ def the_first_error_ends_the_wait(controller: Controller, size: int) -> None:
     trouble = controller.group("trouble", Trouble, pool(size))
     start = time.monotonic()
     with pytest.raises(WorkerError, match=f"rank {size - 1}"):
-        trouble.raises(rank=size - 1, others_sleep_s=5).get(TIMEOUT_S)
-    assert time.monotonic() - start < 4
+        trouble.raises(rank=size - 1, others_sleep_s=4).get(TIMEOUT_S)
+    assert time.monotonic() - start < 3
 
 
 @general
