@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -12,3 +13,9 @@ import torch
 torch.set_num_threads(1)
 if not torch.cuda.is_available():  # before anything imports triton, whose own functions are decorated then
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays: the collector needn't look at it again and again."""
+    gc.collect()
+    gc.freeze()
