@@ -136,8 +136,13 @@ def test_a_signal_in_each_phase_leaves_a_whole_step(tmp_path: Path, phase: str, 
 def start(file: Path, **variables: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "verl", "train", str(file)], env={**environment(), **variables},
-        stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+        stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, preexec_fn=_listen_to_ctrl_c,
     )  # fmt: skip
+
+
+def _listen_to_ctrl_c() -> None:
+    """A shell has what it starts in the background ignore Ctrl-C, and that is inherited."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def wait_for(process: subprocess.Popen[str], path: Path, pattern: str) -> None:
