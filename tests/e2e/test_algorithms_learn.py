@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean
 
 import pytest
-import torch
 
 from tests.trainer.runs import sections
 from verl.algorithms import ALGORITHMS
@@ -22,14 +20,6 @@ STEPS = 20
 def sevens(response: str) -> float:
     """Share of the response that is the wanted digit; nothing of an empty one."""
     return response.count(WANTED) / len(response) if response else 0.0
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def rewards_of(folder: Path, algorithm: dict[str, object], lr: float = 0.02) -> list[float]:

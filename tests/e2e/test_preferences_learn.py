@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.trainer.runs import SCRATCH
 from verl.trainer.preference_trainer import PreferenceTrainer
 
 STEPS = 30
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def rows(is_paired: bool, start: int, stop: int) -> list[dict[str, Any]]:

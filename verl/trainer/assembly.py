@@ -14,7 +14,7 @@ from verl.data.loader import Loader
 from verl.data.prompts import PromptDataset, PromptRow
 from verl.hybrid_engine.colocated import SharedWeights
 from verl.rewards.runner import RewardRunner
-from verl.trainer.inputs import Given, Inputs, load_inputs, pick_device
+from verl.trainer.inputs import Given, Inputs, load_inputs, loader_of, pick_device
 from verl.trainer.parts import RunParts
 from verl.trainer.roles import Roles, build_roles, check_placement, controller_for
 from verl.trainer.sections import OnPolicyRun
@@ -92,13 +92,7 @@ def _parts(config: OnPolicyRun, inputs: Inputs, roles: Roles) -> Parts:
         tokenizer=tokenizer,
         train=inputs.train,
         val=inputs.val,
-        loader=Loader(
-            inputs.train,
-            trainer.prompts_per_step,
-            seed=trainer.seed,
-            shuffle=config.data.shuffle,
-            epochs=trainer.epochs if trainer.total_steps is None else None,
-        ),
+        loader=loader_of(config, inputs.train),
         rewards=inputs.rewards,
         algorithm=algorithm,
         rollout=Rollout(sampler.engine, tokenizer, config.rollout.sampling(), trainer.group_size),

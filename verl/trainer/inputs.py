@@ -7,7 +7,7 @@ nothing of engines, roles or the loop.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
@@ -16,10 +16,11 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from verl.common.errors import ConfigError, VerlError
+from verl.data.loader import Loader, RowT
 from verl.data.prompts import PromptDataset, load_prompts, shared_prompts
 from verl.models.loading import ModelConfig, load_model_config, load_tokenizer, position_limits
 from verl.rewards.runner import RewardRunner
-from verl.trainer.base_sections import GIVEN
+from verl.trainer.base_sections import GIVEN, Run
 from verl.trainer.reward_folder import NamedRewardModel
 from verl.trainer.sections import OnPolicyRun
 
@@ -194,6 +195,13 @@ def check_vocabulary(hf_config: PretrainedConfig, model: ModelConfig, largest: i
             f"{where} has the token id {largest}, and the model knows {size} tokens (vocab_size): "
             f"{model.tokenizer or model.path!r} (model.tokenizer) holds another model's tokenizer"
         )
+
+
+def loader_of(config: Run, rows: Sequence[RowT]) -> Loader[RowT]:
+    """The training rows in the run's order; without end where it has a number of steps."""
+    trainer = config.trainer
+    epochs = trainer.epochs if trainer.total_steps is None else None
+    return Loader(rows, trainer.rows_per_batch, seed=trainer.seed, shuffle=config.data.shuffle, epochs=epochs)
 
 
 def pick_device(name: str) -> torch.device:

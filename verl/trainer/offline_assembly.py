@@ -15,7 +15,7 @@ from verl.data.examples import Answer, Example, ExampleDataset
 from verl.data.loader import Loader
 from verl.data.mismatch import with_mismatches
 from verl.models.loading import load_model_config, load_tokenizer, position_limits
-from verl.trainer.inputs import Given, check_vocabulary, pick_device
+from verl.trainer.inputs import Given, check_vocabulary, loader_of, pick_device
 from verl.trainer.offline_sections import OfflineRun
 from verl.trainer.parts import RunParts
 from verl.trainer.roles import Roles, build_roles, check_placement, controller_for
@@ -101,13 +101,7 @@ def _parts(config: OfflineRun, inputs: OfflineInputs, roles: Roles) -> OfflinePa
         tokenizer=inputs.tokenizer,
         train=train,
         val=val,
-        loader=Loader(
-            train,
-            trainer.rows_per_step,
-            seed=trainer.seed,
-            shuffle=config.data.shuffle,
-            epochs=trainer.epochs if trainer.total_steps is None else None,
-        ),
+        loader=loader_of(config, train),
         algorithm=roles.algorithm,
         actor=roles.actor,
         shape=roles.shape,
