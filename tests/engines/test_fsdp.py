@@ -20,7 +20,6 @@ from verl.batch import Batch
 from verl.engines.base import Engine, TrainingEngine
 from verl.engines.checkpoint_parts import load_optimizer, save_optimizer
 from verl.engines.config import EngineConfig, OptimConfig, TrainedConfig
-from verl.engines.fsdp import full_tensor
 from verl.engines.mesh import Mesh, ParallelConfig
 from verl.models.causal_lm import CausalLM
 from verl.models.networks import PolicyNetwork
@@ -128,6 +127,21 @@ def see_collectives(rank: int, folder: Path) -> Any:
     return counts
 
 
+def see_whole_weights(rank: int, folder: Path) -> Any:
+    """Names, kept tensors, and the collectives of handing out all weights: before a first pass, then after an update."""
+    engine = build()
+    seen = []
+    for _ in range(2):
+        recorder = CommunicationRecorder()
+        recorder.start()
+        kept = dict(engine.named_full_tensors())
+        recorder.stop()
+        seen.append((kept, Counter(event.op for event in recorder.events({"traceEvents": []}))))
+        engine.update(rows_of(rank), log_prob_loss, lr=1e-3)
+    expected = {n: p.full_tensor() for n, p in engine.network.module.named_parameters()}  # type: ignore[attr-defined]
+    return seen, expected, dict(engine.named_full_tensors())
+
+
 def see_resumed(rank: int, folder: Path) -> Any:
     """Two steps, a checkpoint of the optimizer and the weights, one more step: with and without the break."""
     engine = build()
@@ -161,7 +175,7 @@ def see_frozen(rank: int, folder: Path) -> Any:
 
 CHECKS = (
     see_shares, see_bfloat16, see_reference, see_bad_gradient, see_no_tokens, see_unequal_ranks, see_collectives,
-    see_resumed, see_frozen,
+    see_whole_weights, see_resumed, see_frozen,
 )  # fmt: skip
 
 
@@ -232,6 +246,16 @@ def test_gradients_are_reduced_once_where_weights_stay_gathered(seen: dict[str, 
         assert each_time["all_gather"] - once["all_gather"] == (2 * 2 * 2 + 2) - 3
 
 
+def test_whole_weights_take_one_gathering_a_unit(seen: dict[str, list[Any]]) -> None:
+    start = dict(tiny_model("llama").named_parameters())
+    for ((first, collectives), (later, _)), expected, last in seen["see_whole_weights"]:
+        assert list(first) == list(start)
+        assert_unchanged([first, start])
+        assert_unchanged([last, expected])
+        assert any(not torch.equal(later[name], first[name]) for name in first)
+        assert collectives == {"all_gather": 4}  # the embedding, two layers, norm and head
+
+
 def test_a_resumed_optimizer_goes_on_as_if_there_had_been_no_break(seen: dict[str, list[Any]]) -> None:
     for pair in seen["see_resumed"]:
         assert_unchanged(pair)
@@ -239,8 +263,3 @@ def test_a_resumed_optimizer_goes_on_as_if_there_had_been_no_break(seen: dict[st
 
 def test_frozen_weights_stay(seen: dict[str, list[Any]]) -> None:
     assert seen["see_frozen"] == [["model.embed_tokens.weight"]] * 2
-
-
-def test_a_tensor_of_one_rank_is_whole() -> None:
-    weight = torch.nn.Parameter(torch.ones(3))
-    assert torch.equal(full_tensor(weight, CPU, torch.bfloat16), torch.ones(3, dtype=torch.bfloat16))

@@ -17,9 +17,11 @@ CPU = torch.device("cpu")
 
 def test_one_rank_runs_the_network_as_it_is() -> None:
     network = PolicyNetwork(CausalLM(tiny_model("llama")))
-    parallel, masters, passes = parallelize(network, TrainedConfig(), Mesh.single(), CPU, "actor", is_trained=True)
-    assert parallel is network and passes.network is network and isinstance(masters, Masters)
-    assert parallelize(network, EngineConfig(), Mesh.single(), CPU, "reference", is_trained=False)[1] is None
+    made = parallelize(network, TrainedConfig(), Mesh.single(), CPU, "actor", is_trained=True)
+    assert made.network is network and made.passes.network is network and isinstance(made.weights, Masters)
+    ((name, whole),) = made.full_tensors(["lm_head.weight"])
+    assert name == "lm_head.weight" and whole.data_ptr() == network.module.get_parameter(name).data_ptr()
+    assert parallelize(network, EngineConfig(), Mesh.single(), CPU, "reference", is_trained=False).weights is None
 
 
 def test_parameters_of_one_rank_have_nowhere_to_go() -> None:

@@ -44,15 +44,17 @@ def device() -> torch.device:
     return torch.device(f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu")
 
 
-def network() -> PolicyNetwork:
+def network(dtype: torch.dtype = torch.bfloat16) -> PolicyNetwork:
+    """The same weights in either type."""
     torch.manual_seed(0)
     config = AutoConfig.for_model("qwen2", initializer_range=0.05, bos_token_id=0, eos_token_id=1, **SHAPE)
     with device():
-        return PolicyNetwork(CausalLM(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)))
+        return PolicyNetwork(CausalLM(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(dtype)))
 
 
-def engine(mesh: Mesh, **keys: Any) -> TrainingEngine:
-    return TrainingEngine(network(), TrainedConfig(max_tokens_per_micro_batch=1024, **keys), device(), "actor", mesh)
+def engine(mesh: Mesh, dtype: torch.dtype = torch.bfloat16, **keys: Any) -> TrainingEngine:
+    config = TrainedConfig(max_tokens_per_micro_batch=1024, **keys)
+    return TrainingEngine(network(dtype), config, device(), "actor", mesh)
 
 
 def batch() -> Batch:
@@ -100,19 +102,31 @@ def one() -> dict[str, Any]:
     return three_updates(Mesh.single())
 
 
+@pytest.fixture(scope="module")
+def exact() -> dict[str, Any]:
+    return three_updates(Mesh.single(), dtype=torch.float32)
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_two_gpus_make_the_updates_of_one(two: list[dict[str, Any]], one: dict[str, Any], name: str) -> None:
+def test_two_gpus_make_the_updates_of_one(
+    two: list[dict[str, Any]], one: dict[str, Any], exact: dict[str, Any], name: str
+) -> None:
+    rounding = distance(one, exact)
     for found in (result[name] for result in two):
         for got, expected in zip(found["steps"], one["steps"], strict=True):
             assert got["actor/policy_loss"] == pytest.approx(expected["actor/policy_loss"], abs=2e-2)
             assert got["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=3e-2)
-        gaps = [
-            float((one["log_probs"][r] - p).abs().mean())
-            for r, p in zip(found["rows"], found["log_probs"], strict=True)
-        ]
-        assert sum(gaps) / len(gaps) < 2e-2
-        assert found["weights"].keys() == one["weights"].keys()
-        assert max(float((found["weights"][k] - one["weights"][k]).abs().max()) for k in one["weights"]) < 6e-3
+        for kind, gap in distance(found, exact).items():
+            assert gap < 1.5 * rounding[kind], (kind, gap, rounding[kind])
+
+
+def distance(found: dict[str, Any], exact: dict[str, Any]) -> dict[str, float]:
+    """From what float32 gives, after three updates: mean over the rows of ``found``, and over all weights."""
+    log_probs = dict(zip(exact["rows"], exact["log_probs"], strict=True))
+    rows = [(log_probs[row] - p).abs().mean() for row, p in zip(found["rows"], found["log_probs"], strict=True)]
+    assert found["weights"].keys() == exact["weights"].keys()
+    weights = [(found["weights"][k] - w).abs().flatten() for k, w in exact["weights"].items()]
+    return {"log_probs": float(torch.stack(rows).mean()), "weights": float(torch.cat(weights).mean())}
 
 
 def fresh_weights(rank: int) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def test_varlen_prefill_equals_gathered_attention(window: int | None, starts: li
     varlen = VarlenAttention(cache, slots, key_slots, starts, queries)
     out = varlen(0, query, *new, Scoring(0.2, window))
     gather = GatherAttention(cache, slots, tables, starts, queries)
-    expected = gather.attend(query.float(), keys.float(), values.float(), 0.2, window, None)
+    expected = gather.attend(query.float(), keys.float(), values.float(), Scoring(0.2, window))
     torch.testing.assert_close(out.float(), expected, atol=0.05, rtol=0)
 
 

@@ -23,7 +23,7 @@ from verl.batch import FIELDS, Batch, pad_rows
 from verl.common.errors import CheckpointError, ConfigError
 from verl.engines.checkpoint_parts import buffers_of, load_optimizer, load_weights, optimizer_state, save_base
 from verl.engines.config import EngineConfig, TrainedConfig
-from verl.engines.fsdp import full_tensor, holders, local_part, sliced_like
+from verl.engines.fsdp import holders, local_part, sliced_like
 from verl.engines.mesh import Mesh
 from verl.engines.offload import MomentsOnCPU
 from verl.engines.packing import cut_by_tokens, cut_into, kept_together, pack, rows_of, unit_lengths
@@ -59,11 +59,10 @@ class Engine:
         self.mesh = mesh or Mesh.single()
         self.dtype = next(network.module.parameters()).dtype
         self._offset = network.offset
-        self.network, weights, self.passes = parallelize(
-            network, config, self.mesh, device, label, is_trained=self.is_trained
-        )
-        if weights is not None:
-            self.masters = weights
+        made = parallelize(network, config, self.mesh, device, label, is_trained=self.is_trained)
+        self.network, self.passes, self._full_tensors = made.network, made.passes, made.full_tensors
+        if made.weights is not None:
+            self.masters = made.weights
         self._layers: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def infer(self, batch: Batch, output: str) -> Tensor:
@@ -85,11 +84,10 @@ class Engine:
 
         Every rank must go through all of them. They may be the parameters themselves: copy what is to be kept.
         """
-        yield from self._full(dict(self.network.module.named_parameters()))
+        yield from self._full([name for name, _ in self.network.module.named_parameters()])
 
-    def _full(self, parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        own = ((name, full_tensor(p, self.device, self.dtype)) for name, p in parameters.items())
-        yield from self.passes.full_tensors(own)
+    def _full(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        yield from self.passes.full_tensors(self._full_tensors(names))
 
     def _saved(self) -> dict[str, Tensor]:
         """The parameters that a checkpoint holds: with an adapter those that learn, else all."""

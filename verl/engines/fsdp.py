@@ -11,14 +11,15 @@ Source: PyTorch FSDP2 (``torch.distributed.fsdp.fully_shard``); Zhao et al. 2023
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import groupby
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from verl.engines.config import EngineConfig, TrainedConfig
 from verl.engines.mesh import SHARDING_AXIS, Mesh
@@ -41,7 +42,8 @@ class ShardedNetwork:
         self.dtype = next(self.module.parameters()).dtype
         self._network, self._root = network, _Whole(network.module)
         self._stays_gathered = isinstance(config, TrainedConfig) and not config.reshard_after_forward
-        for unit in (*decoder_layers(self.lm.backbone), self._root):
+        units = [*decoder_layers(self.lm.backbone), self._root]
+        for unit in units:
             if is_trained:
                 _to_float32(unit)
             fully_shard(
@@ -54,6 +56,9 @@ class ShardedNetwork:
         for sharded in self._units():
             sharded.set_gradient_divide_factor(1.0)  # sums stay sums
             sharded.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
+        self._unit_of: dict[nn.Module, Any] = {part: unit for unit in reversed(units) for part in unit.modules()}
+        with torch.no_grad():
+            self._run(lambda: None)  # units that gather before a first forward pass must know each other
 
     def __call__(self, rows: PackedRows, entropy: bool = False) -> dict[str, Tensor]:
         return self._run(lambda: _owned(self._network(rows, entropy)))
@@ -68,6 +73,21 @@ class ShardedNetwork:
     def hidden(self, rows: PackedRows) -> Tensor:
         """Hidden states [N, C] of the layers that are here, for the next stage of a pipeline."""
         return self._run(lambda: _owned({"hidden": self._network.hidden(rows)}))["hidden"]
+
+    def full_tensors(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Parameters whole, in the compute type, on the device that computes: copies.
+
+        Every rank must go through all of them. Names of one unit that follow each other come of one gathering.
+        """
+        for unit, run in groupby(names, key=lambda name: self._unit_of[self._owner(name)]):
+            unit.unshard()
+            for name in run:
+                parameter = self.module.get_parameter(name).detach()
+                yield name, (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).clone()
+            unit.reshard()
+
+    def _owner(self, name: str) -> nn.Module:
+        return self.module.get_submodule(name.rpartition(".")[0])
 
     def expect_backward(self, is_last: bool) -> None:
         """Whether the coming backward pass is the update's last. Where weights stay gathered, they do until then, and
@@ -153,15 +173,6 @@ def holders(parameter: Tensor, mesh: Mesh) -> int:
     # not is_shard(): what tp cuts along the same dim is sharded by a placement that isn't a Shard
     cut = {axis for axis, placement in places if not placement.is_replicate()}
     return math.prod(mesh.size(axis) for axis in (SHARDING_AXIS, "tp") if axis not in cut)
-
-
-def full_tensor(parameter: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """``parameter`` whole, on ``device`` and in ``dtype``; every rank that holds a part of it must call this."""
-    detached = parameter.detach().to(device, dtype)
-    if not isinstance(detached, DTensor):
-        return detached
-    # slices of slices are joined before the slices, which is the reverse of torch's own order
-    return detached.redistribute(placements=[Replicate(), *detached.placements[1:]]).full_tensor()
 
 
 def sliced_like(whole: Tensor, parameter: Tensor) -> Tensor:

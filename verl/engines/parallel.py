@@ -7,7 +7,12 @@ One rank gets the network as it is.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import NamedTuple
+
 import torch
+from torch import Tensor, nn
 
 from verl.common.errors import ConfigError, UnsupportedModel
 from verl.engines.config import EngineConfig
@@ -22,11 +27,24 @@ from verl.models.lora import has_adapter
 from verl.models.networks import Network
 
 
+class Parallelized(NamedTuple):
+    """A network over the ranks of a mesh.
+
+    weights       its float32 weights if it is trained
+    passes        how micro-batches pass through it
+    full_tensors  names of parameters that are here to the whole tensors, in the compute type
+    """
+
+    network: Network
+    weights: Masters | Shards | None
+    passes: OneStage | Pipeline
+    full_tensors: Callable[[Iterable[str]], Iterator[tuple[str, Tensor]]]
+
+
 def parallelize(
     network: Network, config: EngineConfig, mesh: Mesh, device: torch.device, label: str, *, is_trained: bool
-) -> tuple[Network, Masters | Shards | None, OneStage | Pipeline]:
-    """``network`` over the ranks of ``mesh``, its module changed in place; its float32 weights if it is trained; how
-    micro-batches pass through it.
+) -> Parallelized:
+    """``network`` over the ranks of ``mesh``, its module changed in place.
 
     Every rank holds the same weights beforehand. ``label`` is the role, for messages.
     Raises ConfigError naming the key that can't be, UnsupportedModel for a model that can't be cut.
@@ -37,7 +55,8 @@ def parallelize(
                 f"{label}.offload_parameters=true needs several ranks, whose slices can lie in CPU memory, and there "
                 f"is one: set it to false{' (offload_optimizer works on one)' if is_trained else ''}"
             )
-        return network, Masters(network.module) if is_trained else None, OneStage(network)
+        masters = Masters(network.module) if is_trained else None
+        return Parallelized(network, masters, OneStage(network), partial(_converted, network.module))
     if has_adapter(network.module):
         _check_adapter(mesh.tp_size, mesh.pp_size, label)
     dtype = next(network.module.parameters()).dtype
@@ -46,7 +65,13 @@ def parallelize(
     sharded = ShardedNetwork(network, mesh, config, is_trained=is_trained)
     shards = Shards(sharded, mesh, device, stage.copies if stage else None) if is_trained else None
     whole = SequenceParallelNetwork(sharded, mesh) if mesh.sp_size > 1 else sharded
-    return whole, shards, Pipeline(whole, stage, mesh, device, dtype) if stage else OneStage(whole)
+    passes = Pipeline(whole, stage, mesh, device, dtype) if stage else OneStage(whole)
+    return Parallelized(whole, shards, passes, sharded.full_tensors)
+
+
+def _converted(module: nn.Module, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    dtype = next(module.parameters()).dtype
+    return ((name, module.get_parameter(name).detach().to(dtype)) for name in names)
 
 
 def check_cuts(network: Network, config: ParallelConfig, label: str, *, with_adapter: bool = False) -> None:
