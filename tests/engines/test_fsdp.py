@@ -128,7 +128,7 @@ def see_collectives(rank: int, folder: Path) -> Any:
 
 
 def see_whole_weights(rank: int, folder: Path) -> Any:
-    """Names, kept tensors, and the collectives of handing out all weights: before a first pass, then after an update."""
+    """Whole weights by name and the collectives of handing them out: before a first pass, then after an update."""
     engine = build()
     seen = []
     for _ in range(2):
