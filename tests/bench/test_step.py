@@ -46,6 +46,11 @@ def test_figures_are_of_exactly_the_work_asked_for(tmp_path: Path, monkeypatch: 
     assert setting["parameters"] == 100 * 16 + attention + 3 * 16 * 24 + 3 * 16
 
 
+def test_a_trace_stays_where_the_words_say(tmp_path: Path) -> None:
+    measure_step([*TINY, "profile.steps=[2]", f"trainer.output_dir={tmp_path}"], 1)
+    assert [path.name for path in (tmp_path / "traces").iterdir()] == ["step_000002.rank0.json"]
+
+
 def test_a_step_of_two_workers() -> None:
     found = measure_step([*TINY, "placement.devices=2"], 1)
     assert found["perf/tokens"] == 48

@@ -39,6 +39,13 @@ def events_of(path: Path) -> list[dict[str, Any]]:
     return events
 
 
+def test_without_a_gpu_nothing_overlaps(tmp_path: Path) -> None:
+    profiler = VerlProfiler(output_dir=tmp_path)
+    with profiler:
+        work()
+    assert profiler.overlap is None and "gpu" not in json.loads((tmp_path / "verl_trace.json").read_text())
+
+
 @pytest.mark.parametrize("with_stacks", [False, True])
 @pytest.mark.parametrize("record_memory", [False, True])
 @pytest.mark.parametrize("ranks", [None, [0], [1], [0, 1]])

@@ -41,7 +41,7 @@ def measure_step(overrides: Sequence[str], steps: int) -> dict[str, Any]:
         raise ConfigError(f"--steps must be at least 1, got {steps}")
     sections: Any = OmegaConf.to_container(OmegaConf.merge(DEFAULTS, parse_overrides(overrides)))
     with tempfile.TemporaryDirectory(prefix="verl-bench-") as folder:
-        sections["trainer"]["output_dir"] = folder
+        sections["trainer"].setdefault("output_dir", folder)  # who names one keeps what is written, such as traces
         sections["data"]["train"] = _prompts(sections)
         sections["reward"]["function"] = _reward
         trainer = PPOTrainer(**sections, callbacks=[])

@@ -16,6 +16,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Literal
@@ -25,6 +26,7 @@ import torch
 from verl.common.errors import VerlError
 from verl.common.section import Section
 from verl.observe.communication import CommunicationEvent, CommunicationRecorder
+from verl.observe.overlap import Overlap, overlap_of
 
 _log = logging.getLogger(__name__)
 
@@ -168,6 +170,12 @@ class VerlProfiler:
         """Every collective of the recording, by start. Raises VerlError before ``stop``."""
         return self._stopped("communication").communication()
 
+    @property
+    def overlap(self) -> Overlap | None:
+        """How much of the GPU's communication its compute covers; None without a GPU. Raises VerlError before
+        ``stop``."""
+        return self._stopped("overlap").overlap()
+
     def __enter__(self) -> VerlProfiler:
         self.start()
         return self
@@ -228,11 +236,16 @@ class _Recording:
     def communication(self) -> list[CommunicationEvent]:
         return [] if self._recorder is None else self._recorder.events(self._read())
 
+    def overlap(self) -> Overlap | None:
+        return overlap_of(self._read())
+
     def write(self, path: Path) -> None:
         """The trace as strict JSON, whole or not at all."""
         trace = dict(self._read())
         extra = [event.trace_event(int(trace["baseTimeNanoseconds"]), os.getpid()) for event in self.communication()]
         trace["traceEvents"] = trace["traceEvents"] + extra
+        if (overlap := self.overlap()) is not None:
+            trace["gpu"] = {**asdict(overlap), "hidden_frac": overlap.hidden_frac}
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
