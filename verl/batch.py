@@ -19,6 +19,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from verl.common.errors import MissingField, ShapeError, did_you_mean
+from verl.common.transfer import to_device
 
 
 class FinishReason(IntEnum):
@@ -215,9 +216,8 @@ def pad_rows(values: Tensor, lengths: Tensor, fill: float = 0) -> Tensor:
     """[N] packed values to [B, R], ``fill`` right of each row's end. Raises ShapeError when N isn't their sum."""
     _check_lengths("values", values, lengths, len(lengths))
     width = int(lengths.max()) if len(lengths) else 0
-    padded = values.new_full((len(lengths), width), fill)
-    padded[row_mask(lengths, width).to(values.device)] = values
-    return padded
+    places = to_device(row_mask(lengths, width).flatten().nonzero()[:, 0], values.device)
+    return values.new_full((len(lengths) * width,), fill).index_copy(0, places, values).view(len(lengths), width)
 
 
 def unpad_rows(padded: Tensor, lengths: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ def see_shares(rank: int, folder: Path) -> Any:
     engine = build()
     engine.update(rows_of(rank), log_prob_loss, lr=1e-3)
     local = sum(m.to_local().numel() for m in engine.masters.masters.values())  # type: ignore[attr-defined]
-    moments = sum(s["exp_avg"].to_local().numel() for s in engine.optimizer.state.values())
+    moments = sum(s["exp_avg"].numel() for s in engine.optimizer.state.values())
     return local, moments
 
 
@@ -147,7 +147,8 @@ def see_resumed(rank: int, folder: Path) -> Any:
     engine = build()
     for _ in range(2):
         engine.update(rows_of(rank), log_prob_loss, lr=1e-3)
-    save_optimizer(folder / "optimizer", engine.optimizer, engine.masters.separate)
+    masters = engine.masters
+    save_optimizer(folder / "optimizer", engine.optimizer, masters.separate, parameters=masters.masters)
     saved = weights(engine)
     engine.update(rows_of(rank), log_prob_loss, lr=1e-3)
     other = build()
@@ -157,7 +158,8 @@ def see_resumed(rank: int, folder: Path) -> Any:
             rows = parameter.to_local().shape[0]
             start = -(-saved[name].shape[0] // 2) * rank
             parameter.to_local().copy_(saved[name][start : start + rows])
-    load_optimizer(folder / "optimizer", other.optimizer, other.masters.separate)
+    masters = other.masters
+    load_optimizer(folder / "optimizer", other.optimizer, masters.separate, parameters=masters.masters)
     other.update(rows_of(rank), log_prob_loss, lr=1e-3)
     return [weights(engine), weights(other)]
 

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from verl.algorithms.base import Loss
 from verl.batch import FIELDS, Batch, pad_rows
 from verl.common.errors import CheckpointError, ConfigError
+from verl.common.transfer import to_device
 from verl.engines.checkpoint_parts import buffers_of, load_optimizer, load_weights, optimizer_state, save_base
 from verl.engines.config import EngineConfig, TrainedConfig
 from verl.engines.fsdp import holders, local_part, sliced_like
@@ -68,16 +69,15 @@ class Engine:
     def infer(self, batch: Batch, output: str) -> Tensor:
         """The network's ``output`` for each response token: [N] float32 on the CPU, in the batch's order."""
         self.network.module.eval()
-        pieces: list[Tensor] = [torch.empty(0)] * len(batch)
         cut = self._cut(batch)
-        parts = [batch.select(index) for index in cut]
         with self._layers():
-            found = self.passes.infer([self._pack(part) for part in parts], output)
-            for index, part, values in zip(cut, parts, found, strict=True):
-                lengths = part.lengths("response_ids").tolist() if index else []
-                for row, piece in zip(index, values.cpu().split(lengths), strict=True):
-                    pieces[row] = piece
-        return torch.cat(pieces) if pieces else torch.empty(0)
+            found = list(self.passes.infer((self._pack(batch.select(index)) for index in cut), output))
+        if not len(batch):
+            return torch.empty(0)
+        rows = [row for index in cut for row in index]
+        lengths = batch.lengths("response_ids")[rows].tolist()
+        pieces = dict(zip(rows, torch.cat(found).cpu().split(lengths), strict=True))  # the device waits once, not often
+        return torch.cat([pieces[row] for row in range(len(batch))])
 
     def named_full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter by the module's own name, whole, in the compute type, one at a time, on every rank.
@@ -131,7 +131,7 @@ class TrainingEngine(Engine):
     ) -> None:
         super().__init__(network, config, device, label, mesh)
         self.optim_config = config.optim
-        parameters = list(self.masters.masters.items())
+        parameters = list(self.masters.stepped.items())
         self.optimizer = torch.optim.AdamW(
             parameters,
             lr=config.optim.lr,
@@ -172,7 +172,7 @@ class TrainingEngine(Engine):
 
         with self._layers():
             self.passes.learn(
-                [self._pack(part) for part in parts],
+                (self._pack(part) for part in parts),
                 entropy,
                 loss_of,
                 lambda index: self.masters.expect_backward(is_last=index == len(parts) - 1),
@@ -180,7 +180,7 @@ class TrainingEngine(Engine):
         metrics, total, count, tokens = self._of_all_ranks(tally)
         # a count of 0 is no sign of no tokens: a plain sum has none
         grad_norm, is_applied = self._step(total, float(Loss.divisor(count)), lr) if tokens else (0.0, True)
-        self.optimizer.zero_grad()
+        self.masters.clear_gradients()
         self.skipped_in_a_row = 0 if is_applied else self.skipped_in_a_row + 1
         metrics.add_mean(f"{self.label}/grad_norm", grad_norm, 1)
         metrics.add_mean(f"{self.label}/lr", lr, 1)
@@ -198,14 +198,15 @@ class TrainingEngine(Engine):
         if self._writers is None:
             self._writers = writers_group()
         weights = chain(buffers_of(self.network).items(), self._full(self._saved()))
-        optimizer = optimizer_state(self.optimizer, self.masters.separate)
+        optimizer = optimizer_state(self.optimizer, self.masters.separate, parameters=self.masters.masters)
         return Snapshot.take(self.network, weights, optimizer, tokenizer, self._writers, copied=copied)
 
     def restore(self, folder: Path) -> None:
         """Take up what ``Snapshot.write`` wrote, on however many ranks it was."""
         self.set_weights(load_weights(folder / MODEL, self.network))
         self.masters.adopt()
-        load_optimizer(folder / OPTIMIZER, self.optimizer, self.masters.separate)
+        masters = self.masters
+        load_optimizer(folder / OPTIMIZER, self.optimizer, masters.separate, parameters=masters.masters)
 
     def save_base(self, folder: Path) -> None:
         """Write the frozen model below the adapter, whole, as a folder that plain transformers loads; every rank must
@@ -285,9 +286,9 @@ def columns_on(part: Batch, device: torch.device) -> dict[str, Tensor]:
     for name in part.names:
         shape = FIELDS[name].shape
         if shape == "response" and name != "response_ids":
-            columns[name] = part.padded(name).to(device, non_blocking=True)
+            columns[name] = to_device(part.padded(name), device)
         elif shape == "row":
-            columns[name] = part[name].to(device, non_blocking=True)
+            columns[name] = to_device(part[name], device)
     return columns
 
 

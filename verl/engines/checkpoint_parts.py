@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +20,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from verl.common.errors import CheckpointError
 from verl.common.files import write_json
+from verl.engines.fsdp import local_part, sharded_like
 from verl.models.attention import ATTENTION
 from verl.models.lora import has_adapter, load_adapter, save_adapter, without_adapter_names
 from verl.models.networks import Network
@@ -172,17 +174,18 @@ def optimizer_state(
     """An optimizer's state by parameter name. The tensors are the optimizer's own.
 
     masters     further tensors to keep beside it, by parameter name: float32 masters of low-precision weights
-    parameters  fully qualified name -> the tensor that the optimizer steps; not needed for an optimizer that was built
-                from named parameters
+    parameters  fully qualified name -> the tensor that the optimizer steps, or the sharded one whose slice it steps;
+                not needed for an optimizer that was built from whole named parameters
     With an initialised process group every rank must call this.
     """
     names = _names(optimizer, parameters)
-    tensors, scalars = _state_by_name(optimizer, names)
+    wholes = parameters or {}
+    tensors, scalars = _state_by_name(optimizer, names, wholes)
     groups = [
         {"parameters": [names[id(p)] for p in group["params"]], **_hyperparameters(group)}
         for group in optimizer.param_groups
     ]
-    shapes = {names[id(p)]: list(p.shape) for group in optimizer.param_groups for p in group["params"]}
+    shapes = {name: list(p.shape) for name, p in _stepped(optimizer, names, wholes)}
     kinds = {name: sorted(state) for name, state in tensors.items()}
     held = dict.fromkeys(masters or {})
     described = _of_all_ranks({"shapes": shapes, "tensors": kinds, "scalars": scalars, "masters": held})
@@ -254,11 +257,12 @@ def load_optimizer(
     live = _of_all_ranks({"parameters": dict.fromkeys(names.values()), "masters": dict.fromkeys(masters or {})})
     _check_same("parameters", folder, set(saved["shapes"]), set(live["parameters"]))
     _check_same("masters", folder, set(saved["masters"]), set(live["masters"]))
-    _check_shapes(folder, optimizer, names, masters or {}, saved["shapes"])
+    wholes = parameters or {}
+    _check_shapes(folder, [*_stepped(optimizer, names, wholes), *(masters or {}).items()], saved["shapes"])
     flat: dict[str, Tensor] = {_key("master", name): tensor.detach() for name, tensor in (masters or {}).items()}
     is_empty = not flat and not any(saved["tensors"].values())
     stored = {} if is_empty else FileSystemReader(folder).read_metadata().state_dict_metadata
-    states = _states_to_fill(optimizer, names, saved, stored)
+    states = _states_to_fill(optimizer, names, wholes, saved, stored)
     for name, state in states.items():
         flat.update({_key(kind, name): tensor for kind, tensor in state.items()})
     if flat:
@@ -267,7 +271,8 @@ def load_optimizer(
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             name = names[id(parameter)]
-            optimizer.state[parameter] = {**states.get(name, {}), **saved["scalars"].get(name, {})}
+            filled = {kind: _as_stepped(tensor, parameter) for kind, tensor in states.get(name, {}).items()}
+            optimizer.state[parameter] = {**filled, **saved["scalars"].get(name, {})}
             if not optimizer.state[parameter]:
                 del optimizer.state[parameter]
     _restore_rates(optimizer, names, saved["groups"])
@@ -303,20 +308,46 @@ def _names(optimizer: Optimizer, parameters: Mapping[str, Tensor] | None) -> dic
     return {id(p): names[id(p)] for p in stepped}
 
 
+def _stepped(
+    optimizer: Optimizer, names: Mapping[int, str], wholes: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """What the optimizer steps, by name, as the whole or sharded tensor that it is a part of."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            yield name, wholes.get(name, parameter)
+
+
+def _as_part(tensor: Tensor, parameter: Tensor, whole: Tensor | None) -> Tensor:
+    """State of ``parameter``: where that is a slice of ``whole``, as the slice of a tensor sharded like it."""
+    if not isinstance(whole, DTensor) or isinstance(parameter, DTensor):
+        return tensor
+    return sharded_like(tensor, whole) if tensor.dim() and tensor.shape == parameter.shape else tensor
+
+
+def _as_stepped(tensor: Tensor, parameter: Tensor) -> Tensor:
+    return tensor if isinstance(parameter, DTensor) else local_part(tensor)
+
+
 def _state_by_name(
-    optimizer: Optimizer, names: Mapping[int, str]
+    optimizer: Optimizer, names: Mapping[int, str], wholes: Mapping[str, Tensor]
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, dict[str, Any]]]:
     tensors: dict[str, dict[str, Tensor]] = {}
     scalars: dict[str, dict[str, Any]] = {}
     for parameter, state in optimizer.state.items():
         name = names[id(parameter)]
-        tensors[name] = {kind: value for kind, value in state.items() if isinstance(value, Tensor)}
+        found = {kind: value for kind, value in state.items() if isinstance(value, Tensor)}
+        tensors[name] = {kind: _as_part(value, parameter, wholes.get(name)) for kind, value in found.items()}
         scalars[name] = {kind: value for kind, value in state.items() if not isinstance(value, Tensor)}
     return tensors, scalars
 
 
 def _states_to_fill(
-    optimizer: Optimizer, names: Mapping[int, str], saved: Mapping[str, Any], stored: Mapping[str, Any]
+    optimizer: Optimizer,
+    names: Mapping[int, str],
+    wholes: Mapping[str, Tensor],
+    saved: Mapping[str, Any],
+    stored: Mapping[str, Any],
 ) -> dict[str, dict[str, Tensor]]:
     """name -> kind -> the tensor to read into: the live one where it fits, else a new one beside the parameter."""
     states: dict[str, dict[str, Tensor]] = {}
@@ -324,11 +355,14 @@ def _states_to_fill(
         is_on_device = bool(group.get("fused") or group.get("capturable"))
         for parameter in group["params"]:
             name = names[id(parameter)]
+            whole = wholes.get(name, parameter)
             for kind in saved["tensors"].get(name, []):
                 what = stored[_key(kind, name)]
                 live = optimizer.state[parameter].get(kind) if parameter in optimizer.state else None
+                if isinstance(live, Tensor):
+                    live = _as_part(live, parameter, whole)
                 if not isinstance(live, Tensor) or live.shape != what.size or live.dtype != what.properties.dtype:
-                    live = _beside(parameter, what.size, what.properties.dtype, is_on_device)
+                    live = _beside(whole, what.size, what.properties.dtype, is_on_device)
                 states.setdefault(name, {})[kind] = live
     return states
 
@@ -346,15 +380,8 @@ def _check_same(what: str, folder: Path, saved: set[str], live: set[str]) -> Non
         raise CheckpointError(f"{folder} holds {len(extra)} {what} that the optimizer lacks, such as {extra[0]!r}")
 
 
-def _check_shapes(
-    folder: Path,
-    optimizer: Optimizer,
-    names: Mapping[int, str],
-    masters: Mapping[str, Tensor],
-    shapes: Mapping[str, list[int]],
-) -> None:
-    live = [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"]]
-    for name, tensor in [*live, *masters.items()]:
+def _check_shapes(folder: Path, live: Iterable[tuple[str, Tensor]], shapes: Mapping[str, list[int]]) -> None:
+    for name, tensor in live:
         if list(tensor.shape) != shapes.get(name, list(tensor.shape)):
             raise CheckpointError(f"{folder}: {name!r} was {shapes[name]}, in this run it is {list(tensor.shape)}")
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from verl.common.transfer import to_device
 from verl.engines.config import EngineConfig, TrainedConfig
 from verl.engines.mesh import SHARDING_AXIS, Mesh
 from verl.models.networks import Network, PackedRows, decoder_layers
@@ -117,8 +118,10 @@ class _Whole(nn.Module):
 
 
 class Shards:
-    """The float32 slices of a sharded network's trainable parameters, by parameter name: what the optimizer sees.
+    """The float32 slices of a sharded network's trainable parameters, by parameter name.
 
+    masters  the sharded parameters
+    stepped  this rank's slices of them as plain tensors: what the optimizer sees
     copies  name here -> name of the parameter that it is a copy of, whose owner is another pipeline stage. It goes by
             that name, so that a checkpoint holds it once
     """
@@ -131,6 +134,9 @@ class Shards:
         self.masters: dict[str, nn.Parameter] = {
             copies.get(name, name): p for name, p in network.module.named_parameters() if p.requires_grad
         }
+        # plain tensors of the same storage: an optimizer takes a hundred times as long to look at sharded ones
+        self.stepped = {name: nn.Parameter(local_part(m.detach())) for name, m in self.masters.items()}
+        self._holders = {name: holders(m, mesh) for name, m in self.masters.items()}
 
     @property
     def separate(self) -> dict[str, Tensor]:
@@ -142,17 +148,24 @@ class Shards:
         self.network.expect_backward(is_last)
 
     def gradients(self) -> list[Tensor]:
-        """This rank's slices of the gradients that exist, to be changed in place."""
-        return [local_part(m.grad) for m in self.masters.values() if m.grad is not None]
+        """This rank's slices of the gradients that exist, to be changed in place; ``stepped`` has them from now on."""
+        for name, master in self.masters.items():
+            self.stepped[name].grad = None if master.grad is None else local_part(master.grad)
+        return [p.grad for p in self.stepped.values() if p.grad is not None]
+
+    def clear_gradients(self) -> None:
+        """There are none."""
+        for parameter in (*self.masters.values(), *self.stepped.values()):
+            parameter.grad = None
 
     def grad_norm(self) -> Tensor:
         """2-norm over all parameters, the same on every rank. A slice that several ranks hold counts once."""
-        counted = [m for name, m in self.masters.items() if m.grad is not None and name not in self.copies]
-        norms = torch._foreach_norm([local_part(m.grad) for m in counted if m.grad is not None])
+        found = {n: p.grad for n, p in self.stepped.items() if p.grad is not None and n not in self.copies}
         squares = torch.zeros((), device=self.device)
-        if counted:
-            alike = torch.tensor([holders(m, self.mesh) for m in counted], device=self.device)
-            squares += (torch.stack(norms).to(self.device).square() / alike).sum()
+        if found:
+            norms = torch.stack(torch._foreach_norm(list(found.values())))
+            alike = to_device(torch.tensor([self._holders[name] for name in found]), self.device)
+            squares += (norms.to(self.device).square() / alike).sum()
         for axis in (SHARDING_AXIS, "tp", "pp"):
             if self.mesh.size(axis) > 1:
                 dist.all_reduce(squares, group=self.mesh.group(axis))
@@ -186,6 +199,15 @@ def sliced_like(whole: Tensor, parameter: Tensor) -> Tensor:
             pieces, rank = whole.chunk(mesh.size(axis), placement.dim), mesh.get_local_rank(axis)
             whole = pieces[rank] if rank < len(pieces) else whole.narrow(placement.dim, 0, 0)
     return whole
+
+
+@torch.no_grad()
+def sharded_like(local: Tensor, parameter: DTensor) -> DTensor:
+    """``local``, of the shape of this rank's slice of ``parameter``, as the slice of a tensor sharded like it."""
+    sharded = parameter.detach()
+    assert isinstance(sharded, DTensor)
+    sharded.to_local().data = local
+    return sharded
 
 
 def local_part(tensor: Tensor) -> Tensor:

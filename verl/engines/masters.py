@@ -25,6 +25,11 @@ class Masters:
             self.masters[name] = master
 
     @property
+    def stepped(self) -> dict[str, nn.Parameter]:
+        """What the optimizer sees."""
+        return self.masters
+
+    @property
     def separate(self) -> dict[str, Tensor]:
         """The masters that aren't the parameter itself: what a checkpoint must hold besides the model."""
         return {name: m.data for name, m in self.masters.items() if m is not self.parameters[name]}
@@ -35,6 +40,11 @@ class Masters:
     def gradients(self) -> list[Tensor]:
         """The float32 gradients that exist."""
         return [m.grad for m in self.masters.values() if m.grad is not None]
+
+    def clear_gradients(self) -> None:
+        """There are none."""
+        for master in self.masters.values():
+            master.grad = None
 
     def grad_norm(self) -> Tensor:
         """2-norm over all parameters."""

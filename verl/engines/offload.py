@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 CPU = torch.device("cpu")
@@ -32,9 +31,8 @@ class MomentsOnCPU:
 
     @torch.no_grad()
     def _move(self, parameter: Tensor, device: torch.device) -> None:
-        """By exchanging storage: the state of a sharded parameter stays the sharded tensor that it is."""
+        """By exchanging storage: whoever holds the tensor keeps it."""
         for moment in self.optimizer.state[parameter].values():
-            local = moment.to_local() if isinstance(moment, DTensor) else moment
-            if local.dim() > 0 and local.device != device:
-                moved = torch.empty(local.shape, dtype=local.dtype, device=device, pin_memory=device == CPU)
-                local.data = moved.copy_(local, non_blocking=True)
+            if moment.dim() > 0 and moment.device != device:
+                moved = torch.empty(moment.shape, dtype=moment.dtype, device=device, pin_memory=device == CPU)
+                moment.data = moved.copy_(moment, non_blocking=True)

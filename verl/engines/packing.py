@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from verl.batch import Batch
+from verl.common.transfer import to_device
 from verl.models.attention import PackedAttention
 from verl.models.networks import PackedRows
 
@@ -133,11 +134,11 @@ def pack(batch: Batch, device: torch.device, offset: int = -1) -> PackedRows:
     ids[(~is_response).to(source)] = batch["prompt_ids"]
     ids[is_response.to(source)] = batch["response_ids"].to(source)
     return PackedRows(
-        input_ids=ids.to(device, non_blocking=True),
-        position_ids=position.to(device, non_blocking=True),
+        input_ids=to_device(ids, device),
+        position_ids=to_device(position, device),
         attention=PackedAttention(total, device),
-        predict_at=(is_response.nonzero()[:, 0] + offset).to(device, non_blocking=True),
-        targets=batch["response_ids"].to(device, non_blocking=True),
+        predict_at=to_device(is_response.nonzero()[:, 0] + offset, device),
+        targets=to_device(batch["response_ids"], device),
     )
 
 

@@ -6,7 +6,7 @@ what a loss is made of.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,13 +26,14 @@ class OneStage:
 
     def learn(
         self,
-        micro_batches: Sequence[PackedRows],
+        micro_batches: Iterable[PackedRows],
         entropy: bool,
         loss_of: Callable[[int, Outputs], Tensor],
         before_backward: Callable[[int], None],
     ) -> None:
         """Forward and backward of every micro-batch; gradients add up in the parameters.
 
+        micro_batches    taken one by one: the next is packed while the device is at work on the last
         loss_of          index and outputs of a micro-batch to the scalar to differentiate
         before_backward  told the index of the micro-batch
         """
@@ -42,7 +43,7 @@ class OneStage:
             loss.backward()
 
     @torch.no_grad()
-    def infer(self, micro_batches: Sequence[PackedRows], output: str) -> Iterator[Tensor]:
+    def infer(self, micro_batches: Iterable[PackedRows], output: str) -> Iterator[Tensor]:
         """``output`` of each micro-batch: [M] float32."""
         for rows in micro_batches:
             yield self.network(rows)[output].float()

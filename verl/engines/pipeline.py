@@ -74,7 +74,7 @@ class Pipeline:
 
     def learn(
         self,
-        micro_batches: Sequence[PackedRows],
+        micro_batches: Iterable[PackedRows],
         entropy: bool,
         loss_of: Callable[[int, Outputs], Tensor],
         before_backward: Callable[[int], None],
@@ -88,6 +88,7 @@ class Pipeline:
         backward, after as many forwards as there are stages behind: no more micro-batches than that
         are held at once. Source: Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1.
         """
+        micro_batches = list(micro_batches)
         total = len(micro_batches)
         ahead = min(self.last - self.rank, total)
         flights: dict[int, tuple[Tensor | None, Tensor]] = {}
@@ -122,8 +123,9 @@ class Pipeline:
             self._add_tied_gradient(self.stage.tied)
 
     @torch.no_grad()
-    def infer(self, micro_batches: Sequence[PackedRows], output: str) -> list[Tensor]:
+    def infer(self, micro_batches: Iterable[PackedRows], output: str) -> list[Tensor]:
         """``output`` of each micro-batch, [M] float32, on every stage."""
+        micro_batches = list(micro_batches)
         lengths = [len(rows.targets) for rows in micro_batches]
         found = torch.empty(sum(lengths), device=self.device)
         pieces = list(found.split(lengths)) if lengths else []

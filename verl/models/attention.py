@@ -20,6 +20,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from verl.common.errors import VerlError
+from verl.common.transfer import to_device
 
 ATTENTION = "verl"
 
@@ -96,7 +97,7 @@ class PackedAttention:
         self.lengths: list[int] = lengths.tolist()
         self.max_length = max(self.lengths, default=0)
         self.device = device
-        self.offsets = pad(lengths.cumsum(0), (1, 0)).to(device=device, dtype=torch.int32)
+        self.offsets = to_device(pad(lengths.cumsum(0), (1, 0)).int(), device)
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and scoring.softcap is None:
