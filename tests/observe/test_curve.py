@@ -86,7 +86,7 @@ def test_png_of_several_runs_has_one_colour_a_run(tmp_path: Path) -> None:
     score, validation = "reward/score/mean", "validation/score/mean"
     runs = {
         "_first": [{"step": step, score: 0.25} for step in range(1, 50)],
-        "cost $5 or $6": [{"step": 0, validation: 0.5}] + [{"step": step, score: 0.75} for step in range(1, 50)],
+        "no $^$ formula": [{"step": 0, validation: 0.5}] + [{"step": step, score: 0.75} for step in range(1, 50)],
     }
     image = imread(reward_curve_png(runs, tmp_path / "both.png", [validation, score]))[:, :, :3]
     assert image.shape == (640, 800, 3)
