@@ -352,3 +352,54 @@ def test_export_and_report_of_nothing(tmp_path: Path, command: Command) -> None:
     assert "is no folder" in refused(command, "export", tmp_path / "nothing", tmp_path / "x")
     assert "no run folder" in refused(command, "export", tmp_path, tmp_path / "x")
     assert "no metrics" in refused(command, "report", tmp_path)
+
+
+@pytest.fixture
+def two_runs(tmp_path: Path) -> list[Path]:
+    """Finished runs of two steps and a validation."""
+    for name, score in (("grpo", 0.5), ("ppo", 0.25)):
+        lines = [{"step": 1, "reward/score/mean": 0.0}, {"step": 2, "reward/score/mean": score}]
+        (tmp_path / name).mkdir()
+        write_jsonl(tmp_path / name / "metrics.jsonl", [{"step": 0, "validation/score/mean": score}, *lines])
+    return [tmp_path / "grpo", tmp_path / "ppo"]
+
+
+def test_a_report_of_several_runs(tmp_path: Path, two_runs: list[Path], command: Command) -> None:
+    code, said, _ = command("report", *two_runs)
+    rows = [line.split() for line in said.splitlines()]
+    assert code == 0 and len(rows) == 3
+    assert rows[1:] == [["grpo", "2", "0.2500", "0.2500", "0.5000", "0", "-"],
+                        ["ppo", "2", "0.1250", "0.1250", "0.2500", "0", "-"]]  # fmt: skip
+    files = [path.name for path in tmp_path.rglob("*") if path.is_file()]
+    assert files == ["metrics.jsonl"] * 2
+    assert command("report", two_runs[0] / "metrics.jsonl", two_runs[1])[1] == said
+
+
+def test_a_report_draws_where_it_is_told_to(tmp_path: Path, two_runs: list[Path], command: Command) -> None:
+    pytest.importorskip("matplotlib")
+    for runs, picture, heading in ((two_runs, "new/both.png", "run "), (two_runs[:1], "one.png", "reward/score/mean")):
+        code, said, _ = command("report", *runs, "--png", tmp_path / picture)
+        assert code == 0 and said.startswith(heading)
+        assert (tmp_path / picture).read_bytes()[:4] == b"\x89PNG"
+    assert [path.name for path in two_runs[0].iterdir()] == ["metrics.jsonl"]
+    command("report", two_runs[0] / "metrics.jsonl")
+    assert (two_runs[0] / "reward.png").exists()
+
+
+def test_a_report_that_is_refused_prints_nothing_else(
+    tmp_path: Path, two_runs: list[Path], command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other").mkdir()
+    write_jsonl(tmp_path / "other" / "metrics.jsonl", [{"step": 1, "actor/kl": 0.5}])
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    picture = tmp_path / "curves.png"
+    for words, message in (
+        ([*two_runs, tmp_path / "absent"], str(tmp_path / "absent")),
+        ([tmp_path / "other", "--png", picture], "nothing to draw"),
+        ([*two_runs, "--png", tmp_path], "--png"),
+        ([*two_runs, "--png", picture], "verl[plot]"),
+        ([two_runs[0], "--png", picture], "verl[plot]"),
+    ):
+        code, said, errors = command("report", *words)
+        assert code == 1 and not said and errors.startswith("error: ") and message in errors
+    assert not picture.exists()

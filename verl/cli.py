@@ -155,12 +155,16 @@ def export(
 
 @app.command()
 def report(
-    run: Annotated[Path, typer.Argument(help="Run directory.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run directory; several are compared.")],
+    png: Annotated[
+        Path | None,
+        typer.Option("--png", help="File for the picture of the curves; default: in the folder of a single run."),
+    ] = None,
 ) -> None:
-    """Summary of a run: rewards, speed, the reward curve, three samples."""
+    """Summary of a run: rewards, speed, the reward curve, three samples; of several runs a table."""
     from verl.trainer.launch import report as write_report
 
-    write_report(run)
+    write_report(runs, png)
 
 
 @bench_app.command(name="step")

@@ -78,6 +78,29 @@ def test_png(metrics: Path, tmp_path: Path) -> None:
     assert one.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and heights[1] == 2 * heights[0] > 300
 
 
+def test_png_of_several_runs_has_one_colour_a_run(tmp_path: Path) -> None:
+    """The first run has no validation: its blue is in the lower panel alone, and in the legend above both."""
+    pytest.importorskip("matplotlib")
+    from matplotlib.image import imread
+
+    score, validation = "reward/score/mean", "validation/score/mean"
+    runs = {
+        "_first": [{"step": step, score: 0.25} for step in range(1, 50)],
+        "no $^$ formula": [{"step": 0, validation: 0.5}] + [{"step": step, score: 0.75} for step in range(1, 50)],
+    }
+    image = imread(reward_curve_png(runs, tmp_path / "both.png", [validation, score]))[:, :, :3]
+    assert image.shape == (640, 800, 3)
+
+    def rows_of(*color: int) -> set[int]:
+        return {int(row) for row in (abs(image - [part / 255 for part in color]) < 0.01).all(axis=2).nonzero()[0]}
+
+    blue, orange = rows_of(31, 119, 180), rows_of(255, 127, 14)
+    legend, upper, lower = (set(range(*ends)) for ends in ((0, 35), (35, 330), (330, 640)))
+    assert blue & legend and not blue & upper and blue & lower
+    assert orange & legend and len(orange & upper) >= 3 and orange & lower  # one validation: a marker, no line
+    assert min(orange & lower) < min(blue & lower)
+
+
 def test_png_of_a_key_that_is_not_there(metrics: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="did you mean 'actor/kl'"):
         reward_curve_png(metrics, tmp_path / "x.png", ["actor/kll"])

@@ -1,14 +1,22 @@
-"""Curves of a run: metrics in, a drawing in characters or a PNG out. Knows nothing of what the numbers mean."""
+"""Curves of a run: metrics in, a drawing in characters or a PNG out.
+
+Of what the numbers mean it knows only which are of validations: there are few, and each counts.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from verl.common.errors import MissingExtra
-from verl.observe.history import column, load_metrics
-from verl.observe.keys import SCORE
+from verl.observe.history import Runs, column, load_metrics
+from verl.observe.keys import SCORE, VALIDATION
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """Bits of a Braille cell from U+2800, by row and column: 4 x 2 dots a character."""
@@ -37,28 +45,35 @@ def reward_curve_text(
     return "\n".join([*lines, axis, " " * (margin + 2) + first + last.rjust(columns - len(first))])
 
 
-def reward_curve_png(metrics_path: Path, out_png: Path, keys: Sequence[str] = (SCORE,)) -> Path:
-    """Draw ``keys`` of a metrics.jsonl (or of the run folder holding it) over the steps, a panel a key, and return
-    ``out_png``. A thin line is every step's value, a thick one its running mean over a twentieth of the run.
+def reward_curve_png(metrics: Path | Runs, out_png: Path, keys: Sequence[str] = (SCORE,)) -> Path:
+    """Draw ``keys`` over the steps, a panel a key, and return ``out_png``. A thin line is every step's value, a thick
+    one its running mean over a twentieth of the run; of validations each value has a marker, and none is averaged.
 
+    metrics  a metrics.jsonl, or the run folder that holds it; or the lines of runs by name, of which several get a
+             colour each and a legend. A run without a key isn't in its panel
     Raises MissingExtra without matplotlib, DataError for a key that no step has.
     """
-    rows = load_metrics(metrics_path)
-    curves = {key: column(rows, key) for key in keys}
+    runs = {"": load_metrics(metrics)} if isinstance(metrics, Path) else metrics
+    for key in keys:
+        column([row for rows in runs.values() for row in rows], key)
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingExtra("matplotlib", "plot", "a curve as PNG") from error
-    figure = Figure(figsize=(8, 3.2 * len(curves)), layout="constrained")
-    panels = figure.subplots(len(curves), squeeze=False)[:, 0]
-    for panel, (key, (steps, values)) in zip(panels, curves.items(), strict=True):
-        panel.plot(steps, values, color="tab:blue", alpha=0.35, linewidth=0.8, marker="." if len(steps) < 30 else "")
-        panel.plot(steps, running_mean(values, max(1, len(values) // 20)), color="tab:blue", linewidth=1.8)
+    figure = Figure(figsize=(8, 3.2 * len(keys)), layout="constrained")
+    panels = figure.subplots(len(keys), squeeze=False, sharex=True)[:, 0]
+    looks = {name: _look(place) for place, name in enumerate(runs)}
+    for panel, key in zip(panels, keys, strict=True):
+        for name, rows in runs.items():
+            if any(key in row for row in rows):
+                _draw(panel, key, *column(rows, key), looks[name])
         panel.set_ylabel(key)
         panel.grid(alpha=0.3)
     panels[-1].set_xlabel("step")
+    if len(runs) > 1:
+        _add_legend(figure, looks)
     out_png.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out_png, dpi=150, format="png")
+    figure.savefig(out_png, dpi=150 if len(runs) == 1 else 100, format="png")  # thin lines of many colours pack badly
     return out_png
 
 
@@ -69,6 +84,29 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
         part = [value for value in values[max(0, end - window) : end] if math.isfinite(value)]
         means.append(sum(part) / len(part) if part else math.nan)
     return means
+
+
+def _look(place: int) -> dict[str, Any]:
+    """Ten colours, then the same with another kind of line."""
+    return {"color": f"C{place % 10}", "linestyle": ("-", "--", ":", "-.")[place // 10 % 4]}
+
+
+def _draw(panel: Axes, key: str, steps: Sequence[int], values: Sequence[float], look: Mapping[str, Any]) -> None:
+    if key.startswith(VALIDATION):
+        panel.plot(steps, values, linewidth=1.5, marker="o", markersize=4, **look)
+        return
+    panel.plot(steps, values, alpha=0.35, linewidth=0.8, marker="." if len(steps) < 30 else "", **look)
+    panel.plot(steps, running_mean(values, max(1, len(values) // 20)), linewidth=1.8, **look)
+
+
+def _add_legend(figure: Figure, looks: Mapping[str, Mapping[str, Any]]) -> None:
+    """Above the panels, where it covers no curve, in as many columns as the longest name leaves room for."""
+    from matplotlib.lines import Line2D
+
+    names = [name.replace("$", r"\$") for name in looks]  # $ begins a formula
+    lines = [Line2D([], [], linewidth=2, **look) for look in looks.values()]
+    columns = max(1, 90 // (max(len(name) for name in names) + 8))
+    figure.legend(lines, names, loc="outside upper center", ncols=min(columns, len(names)), frameon=False)
 
 
 def _labels(low: float, high: float, height: int) -> list[str]:

@@ -22,6 +22,9 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 METRICS_FILE = "metrics.jsonl"
 
+Runs = Mapping[str, Sequence[Mapping[str, float]]]
+"""The lines of each run's metrics.jsonl, by the run's name."""
+
 
 class JsonlTracker:
     """Appends one line a step to ``path``, flushed at once; the log interval doesn't apply to it.

@@ -15,3 +15,5 @@ CURVES = {
 
 VALIDATION = "validation/"
 """What the keys of a validation begin with."""
+
+VALIDATION_SCORE = "validation/score/mean"

@@ -17,7 +17,9 @@ from verl.observe.keys import CURVES, STEP_S, TOKENS_PER_S, VALIDATION
 if TYPE_CHECKING:
     from rich.text import Text
 
-_ENDS = 10
+ENDS = 10
+"""Steps at the beginning and at the end whose mean is shown."""
+
 _SHOWN_CHARS = 600
 
 
@@ -31,9 +33,7 @@ def summarise(run_dir: Path, width: int = 80) -> Text:
     """
     from rich.text import Text
 
-    rows = load_metrics(run_dir)
-    if not rows:
-        raise DataError(f"{run_dir} holds no finished step yet")
+    rows = finished_steps(run_dir)
     parts = ["\n".join(_numbers(rows))]
     if (key := curve_key(rows)) is not None:
         steps, values = column(rows, key)
@@ -42,9 +42,41 @@ def summarise(run_dir: Path, width: int = 80) -> Text:
     return Text("\n\n".join(parts) + "\n")
 
 
+def finished_steps(run_dir: Path) -> list[dict[str, float]]:
+    """The lines of the run's metrics.jsonl; raises DataError when there is none."""
+    rows = load_metrics(run_dir)
+    if not rows:
+        raise DataError(f"{run_dir} holds no finished step yet")
+    return rows
+
+
 def curve_key(rows: Sequence[Mapping[str, float]]) -> str | None:
     """The key that the run is judged by; None where no step has any."""
     return next((key for key in CURVES if any(key in row for row in rows)), None)
+
+
+def mean_of_ends(rows: Sequence[Mapping[str, float]], key: str) -> tuple[int, float, float] | None:
+    """How many steps an end has (ten, of a shorter run all), and the mean of ``key`` over the first and the last ones.
+
+    None where no step has a finite value; the others don't count.
+    """
+    values = _values(rows, key)
+    if not values:
+        return None
+    count = min(ENDS, len(values))
+    return count, _mean(values[:count]), _mean(values[-count:])
+
+
+def best(rows: Sequence[Mapping[str, float]], key: str) -> tuple[float, int] | None:
+    """The highest value of ``key`` and the first step that has it; None where no step has a finite value."""
+    points = [(row[key], int(row["step"])) for row in rows if key in row and math.isfinite(row[key])]
+    return max(points, key=lambda point: (point[0], -point[1]), default=None)
+
+
+def seconds_a_step(rows: Sequence[Mapping[str, float]]) -> float | None:
+    """Mean wall-clock seconds of a step, without validation and checkpoint; None where no step says."""
+    seconds = _values(rows, STEP_S)
+    return _mean(seconds) if seconds else None
 
 
 def print_report(run_dir: Path) -> None:
@@ -74,13 +106,13 @@ def _numbers(rows: Sequence[Mapping[str, float]]) -> list[str]:
     last = int(rows[-1]["step"])
     lines = [_line("steps", f"{last}")]
     key = curve_key(rows)
-    if key is not None and (values := _values(rows, key)):
-        count, name = min(_ENDS, len(values)), CURVES[key]
-        lines.append(_line(f"mean {name}, first {count}", f"{_mean(values[:count]):.4f}"))
-        lines.append(_line(f"mean {name}, last {count}", f"{_mean(values[-count:]):.4f}"))
-    seconds = _values(rows, STEP_S)
-    if seconds:
-        lines.append(_line("time", f"{duration(sum(seconds))}  ({_mean(seconds):.2f} s a step)"))
+    if key is not None and (ends := mean_of_ends(rows, key)):
+        count, first, final = ends
+        lines.append(_line(f"mean {CURVES[key]}, first {count}", f"{first:.4f}"))
+        lines.append(_line(f"mean {CURVES[key]}, last {count}", f"{final:.4f}"))
+    if (seconds := seconds_a_step(rows)) is not None:
+        total = duration(sum(_values(rows, STEP_S)))
+        lines.append(_line("time", f"{total}  ({seconds:.2f} s a step)"))
     speeds = _values(rows, TOKENS_PER_S)
     if speeds:
         lines.append(_line("tokens/s", f"{_mean(speeds):,.0f}"))
@@ -94,10 +126,8 @@ def _best_validations(rows: Sequence[Mapping[str, float]]) -> list[str]:
     )
     lines = []
     for key in keys:
-        points = [(row[key], int(row["step"])) for row in rows if key in row and math.isfinite(row[key])]
-        if points:
-            best, step = max(points, key=lambda point: (point[0], -point[1]))
-            lines.append(_line(f"best {key}", f"{best:.4f}  (step {step})"))
+        if (found := best(rows, key)) is not None:
+            lines.append(_line(f"best {key}", f"{found[0]:.4f}  (step {found[1]})"))
     return lines
 
 

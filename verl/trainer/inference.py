@@ -160,18 +160,21 @@ def _load(sampler: Sampler, data: DataConfig) -> PromptDataset:
         ) from error
 
 
-def prepare_output(path: Path, source: str | Path = "") -> None:
-    """Raise ConfigError, before any work, when ``path`` can't become a file, or is ``source``, which is read."""
+def prepare_output(path: Path, source: str | Path = "", option: str = "--out") -> None:
+    """Raise ConfigError, before any work, when ``path`` can't become a file, or is ``source``, which is read.
+
+    option  the word of the command line that named ``path``, for the message
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
-        raise ConfigError(f"--out {str(path)!r} can't be written: {error}") from error
+        raise ConfigError(f"{option} {str(path)!r} can't be written: {error}") from error
     if path.is_dir():
-        raise ConfigError(f"--out {str(path)!r} is a folder: name a file")
+        raise ConfigError(f"{option} {str(path)!r} is a folder: name a file")
     if path.exists() and Path(source).is_file() and path.samefile(source):
-        raise ConfigError(f"--out {str(path)!r} is the file that the prompts come from: name another one")
+        raise ConfigError(f"{option} {str(path)!r} is the file that the prompts come from: name another one")
 
 
 def summary_lines(evaluation: Evaluation) -> Sequence[str]:

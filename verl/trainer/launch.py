@@ -5,20 +5,22 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
-from verl.common.errors import VerlError
+from verl.common.errors import DataError, VerlError
+from verl.observe.comparison import load_runs, panel_keys, print_comparison
 from verl.observe.curve import reward_curve_png
-from verl.observe.history import load_metrics
+from verl.observe.history import METRICS_FILE, load_metrics
 from verl.observe.keys import CURVES
 from verl.observe.report import curve_key, print_report
 from verl.trainer.base_sections import Run
 from verl.trainer.families import trainer_class
+from verl.trainer.inference import prepare_output
 from verl.trainer.placement import serve_rank_0
 from verl.trainer.resume import prepare_folder
 from verl.trainer.run_loop import RunResult
@@ -55,7 +57,7 @@ def train_run(config: Run) -> int:
         finally:
             trainer.close()
     if result.steps:
-        report(folder)
+        report([folder])
     return result.exit_code
 
 
@@ -69,18 +71,38 @@ def use_one_thread_where_more_would_wait(device: torch.device, active_parameters
         torch.set_num_threads(1)
 
 
-def report(folder: Path) -> None:
-    """Print the run's summary and draw its curve, as ``reward.png`` the reward's, where matplotlib is there for it."""
-    print_report(folder)
+def report(runs: Sequence[Path], picture: Path | None = None) -> None:
+    """Print the summary of one run, or a table of several; draw their curves in ``picture``.
+
+    Without ``picture`` the curve of one run is drawn in its folder, as ``reward.png`` the reward's, where matplotlib is
+    there for it; of several runs none is.
+    Raises, before anything is printed, DataError for a folder without a finished step, ConfigError for a ``picture``
+    that can't be written, MissingExtra for one without matplotlib.
+    """
+    folders = [run.parent if run.name == METRICS_FILE else run for run in runs]
+    loaded = load_runs(folders)
+    if picture is not None:
+        keys = panel_keys(loaded)
+        if not keys:
+            raise DataError(f"nothing to draw: no step of {', '.join(loaded)} has any of {', '.join(CURVES)}")
+        prepare_output(picture, option="--png")
+        log.info("curves drawn in %s", reward_curve_png(loaded, picture, keys))
+    if len(loaded) > 1:
+        print_comparison(loaded)
+        return
+    print_report(folders[0])
+    if picture is None:
+        _draw_in_folder(folders[0])
+
+
+def _draw_in_folder(folder: Path) -> None:
     key = curve_key(load_metrics(folder))
     if key is None:
         return
     if find_spec("matplotlib") is None:
         log.info("no picture of the curve: pip install 'verl[plot]'")
         return
-    picture = folder / f"{CURVES[key]}.png"
-    reward_curve_png(folder / "metrics.jsonl", picture, [key])
-    log.info("curve drawn in %s", picture)
+    log.info("curve drawn in %s", reward_curve_png(folder, folder / f"{CURVES[key]}.png", [key]))
 
 
 @contextmanager
