@@ -17,7 +17,7 @@ import torch
 
 from verl.batch import Batch
 from verl.common.errors import DataError
-from verl.data.prompts import Incident, LoadReport
+from verl.data.gathering import Incident, LoadReport
 
 
 @dataclass(frozen=True)
