@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -234,7 +235,8 @@ def test_a_label_is_true_or_false(label: Any) -> None:
 def test_solutions_to_gsm8k_make_pairs_and_single_answers() -> None:
     from verl.models.loading import character_tokenizer
 
-    tokenizer = character_tokenizer("".join(sorted(set(GSM8K.read_text(encoding="utf-8")))))
+    rows = [json.loads(line) for line in GSM8K.read_text(encoding="utf-8").splitlines()]
+    tokenizer = character_tokenizer("".join(sorted(set(json.dumps(rows, ensure_ascii=False)) | {"\n"})))
     models = [f"{size}_{kind}" for size in ("6b", "175b") for kind in ("finetuning", "verification")]
     config = PreferenceDataConfig(
         prompt_key="question", judged_keys=models, response_key="solution", label_key="is_correct",

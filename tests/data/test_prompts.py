@@ -207,7 +207,8 @@ def test_no_source_names_the_key():
 
 
 def test_fingerprint_tells_other_data():
-    first, again, other = (load_prompts(rows(*texts), DataConfig(), word_tokenizer()) for texts in ("ab", "ab", "abc"))
+    texts = (["w6", "w7"], ["w6", "w7"], ["w6", "w8"])
+    first, again, other = (load_prompts(rows(*some), DataConfig(), word_tokenizer()) for some in texts)
     assert first.fingerprint == again.fingerprint != other.fingerprint
 
 

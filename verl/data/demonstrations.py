@@ -17,6 +17,7 @@ from verl.data.gathering import Gathering, LeftOut
 from verl.data.prompts import require_column
 from verl.data.sources import SourceRow, read_all
 from verl.data.supervision import supervise
+from verl.data.vocabulary import warn_of_unknown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,6 +57,7 @@ def load_demonstrations(
     report = gathering.report("Raise data.max_example_tokens or set data.overlong_examples to drop or right:")
     if not gathering.kept:
         raise DataError(f"{key}: no row is left to learn from: {report.summary()}. Raise data.max_example_tokens")
+    warn_of_unknown(tokenizer, key, ((example.row_id, example.source, example.ids) for example in gathering.kept))
     return ExampleDataset(gathering.kept, report)
 
 

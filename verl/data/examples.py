@@ -67,6 +67,11 @@ class Example:
         """Of its first answer; those of a pair have the same."""
         return self.answers[0].prompt_ids
 
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Those of every answer and its prompt, one after the other."""
+        return tuple(token for answer in self.answers for token in answer.prompt_ids + answer.response_ids)
+
     def __len__(self) -> int:
         return sum(len(answer) for answer in self.answers)
 

@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 
 from verl.common.errors import DataError
 from verl.data.sources import SourceRow, raise_problems
+from verl.data.vocabulary import UnknownText, advice_on
 
 MadeT = TypeVar("MadeT")
 
@@ -83,6 +84,7 @@ class Gathering(Generic[MadeT]):
         self._dropped: dict[str, list[Incident]] = {OVERLONG: []}  # named before other reasons
         self._refused: list[str] = []
         self._problems: list[str] = []
+        self._unknown: list[UnknownText] = []
 
     @contextmanager
     def judging(self, row_id: int, row: SourceRow) -> Iterator[None]:
@@ -98,6 +100,8 @@ class Gathering(Generic[MadeT]):
         except Refused as error:
             self._refused.append(f"{named}: {error}")
         except DataError as error:
+            if isinstance(error, UnknownText):
+                self._unknown.append(error)
             self._problems.append(f"{named}: {error}")
 
     def must_cut(self, row_id: int, row: SourceRow, num_tokens: int, limit: int, rule: str) -> bool:
@@ -117,7 +121,8 @@ class Gathering(Generic[MadeT]):
     def report(self, advice: str) -> LoadReport:
         """The counts. Raises DataError naming the rows at fault, or else those refused, with the ``advice`` on them."""
         if self._problems:
-            raise_problems(self._key, self._problems, self._num_rows, "Mend or remove these rows:")
+            other = f", or {advice_on(self._unknown)}" if self._unknown else ""
+            raise_problems(self._key, self._problems, self._num_rows, f"Mend or remove these rows{other}:")
         if self._refused:
             raise_problems(self._key, self._refused, self._num_rows, advice)
         dropped = {reason: tuple(found) for reason, found in self._dropped.items() if found}

@@ -21,6 +21,7 @@ from verl.data.gathering import OVERLONG, Gathering, Incident, LeftOut, name_som
 from verl.data.prompts import cut_prompt, require_column
 from verl.data.sources import SourceRow, read_all
 from verl.data.supervision import supervise
+from verl.data.vocabulary import warn_of_unknown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -87,6 +88,7 @@ def load_preferences(
         raise DataError(f"{key}: no example is left to learn from: {report.summary()}")
     _warn_of_equal_pairs(gathering.kept, key)
     _warn_of_one_label(gathering.kept, key)
+    warn_of_unknown(tokenizer, key, ((example.row_id, example.source, example.ids) for example in gathering.kept))
     return ExampleDataset(gathering.kept, report)
 
 

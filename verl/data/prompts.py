@@ -19,6 +19,7 @@ from verl.data.chat import Prompt, check_prompt, encode_prompt
 from verl.data.config import DataConfig
 from verl.data.gathering import OVERLONG, Gathering, Incident, LoadReport, name_some
 from verl.data.sources import SourceRow, read_all
+from verl.data.vocabulary import warn_of_unknown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -151,6 +152,7 @@ def _encode_rows(
             f"{key}: all {len(rows)} rows have prompts longer than data.max_prompt_tokens = {limit}. "
             f"Raise it, or set data.overlong_prompts to left or right. First rows: {first}"
         )
+    warn_of_unknown(tokenizer, key, ((row.row_id, row.source, row.prompt_ids) for row in gathering.kept))
     return PromptDataset(gathering.kept, report)
 
 
