@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import verl
+from tests.processes import is_gone
 from tests.rollout.engines import greedy
 from tests.tiny import tiny_folder, tiny_model, word_tokenizer
 from tests.trainer.runs import REWARDS, checkpoints_of, config_file, metrics_of, prompts, write_jsonl
@@ -230,6 +231,42 @@ def test_dry_run_prints_a_config_that_runs(tmp_path: Path, command: Command) -> 
     assert command("train", tmp_path / "printed.yaml", "--dry-run")[1] == out
 
 
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import no_such_module_xyz", "No module named 'no_such_module_xyz'"),
+        ("score = (", "SyntaxError"),
+        ("def other(response): return 1.0", "has no 'score'"),
+        ("raise SystemExit(3)", "can't be loaded"),
+    ],
+)
+def test_a_dry_run_loads_the_rewards_function_as_the_run_does(
+    tmp_path: Path, command: Command, code: str, said: str, workers: int
+) -> None:
+    (tmp_path / "reward.py").write_text(code)
+    file = config_file(tmp_path, reward={"function": f"{tmp_path / 'reward.py'}:score", "workers": workers})
+    errors = refused(command, "train", file, "--dry-run")
+    assert said in errors and errors == refused(command, "train", file)
+
+
+@pytest.mark.usefixtures("no_model")
+def test_a_dry_run_leaves_no_process_behind(tmp_path: Path, command: Command) -> None:
+    (tmp_path / "reward.py").write_text(
+        "import os, pathlib, subprocess\n"
+        "child = subprocess.Popen(['sleep', '600'])\n"
+        "place = pathlib.Path(__file__).with_name(f'{os.getpid()}.pids')\n"
+        "place.write_text(f'{os.getpid()} {child.pid}')\n"
+        "def score(response): return 1.0\n"
+    )
+    file = config_file(tmp_path, reward={"function": f"{tmp_path / 'reward.py'}:score", "workers": 2})
+    assert command("train", file, "--dry-run")[0] == 0
+    pids = [int(pid) for path in tmp_path.glob("*.pids") for pid in path.read_text().split()]
+    assert pids and all(is_gone(pid) for pid in pids)
+    assert not (tmp_path / "run").exists()
+
+
 def test_the_algorithm_by_word(tmp_path: Path, command: Command) -> None:
     assert command("train", config_file(tmp_path, trainer__total_steps=1), "algorithm=ppo")[0] == 0
     assert "critic/value_loss" in metrics_of(tmp_path / "run")[0]
@@ -314,6 +351,22 @@ def test_eval(tmp_path: Path, command: Command, model: Path) -> None:
     assert "max_train_rows" in refused(command, *words, *reward, "--max-rows", 0)
     assert "ground_truth_key" in refused(command, *words, *reward, "--ground-truth-key", "answer")
     assert "failed on all 10" in refused(command, *words, "--reward", f"{REWARDS}:boom")
+
+
+def test_the_input_is_looked_at_before_the_model_is_loaded(tmp_path: Path, command: Command) -> None:
+    folder = tiny_folder(tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "w9 w8", "ground_truth": "w7"}])
+    words = ["--model", folder, "--max-new-tokens", 4, "--device", "cpu"]
+    for data, said in (
+        ("/no/file.jsonl", "no such file or folder: '/no/file.jsonl'"),
+        (rows, "doesn't load as a causal"),
+    ):
+        assert said in refused(command, "generate", *words, "--prompts", data, "--out", tmp_path / "o")
+        assert said in refused(command, "eval", *words, "--data", data, "--reward", "exact")
+    assert "no column 'q'" in refused(command, "eval", *words, "--data", rows, "--reward", "exact", "--prompt-key", "q")
+    missing = ["--data", rows, "--reward", "no_such_module_xyz:f"]
+    assert "the reward's function can't be loaded" in refused(command, "eval", *words, *missing)
 
 
 def test_export_is_the_trained_model(tmp_path: Path, command: Command) -> None:

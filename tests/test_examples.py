@@ -32,6 +32,9 @@ CONFIGS = [*EXAMPLES, *sorted((ROOT / "verl" / "recipes").glob("*.yaml"))]
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 """The data set, where it lies beside the checkout."""
 ROWS = 64
+CHARACTERS = string.printable + "".join(map(chr, range(0xA0, 0x100)))
+CHARACTERS += "\u0410\u200b\u2013\u2014\u2018\u2019\u201c\u201d\u2028\u20ac\u2212\u221a"
+"""All that the data set has, and more."""
 
 
 def config_id(path: Path) -> str:
@@ -43,9 +46,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with the positions of the one that the examples name, and a tokenizer that tells texts apart."""
     folder = tiny_folder(tmp_path_factory.mktemp("model"))
     (folder / "chat_template.jinja").unlink(missing_ok=True)
-    character_tokenizer(string.printable).save_pretrained(folder)
+    character_tokenizer(CHARACTERS).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config |= {"max_position_embeddings": 8192, "vocab_size": 128}  # a dry run loads no weights
+    config |= {"max_position_embeddings": 8192, "vocab_size": 256}  # a dry run loads no weights
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
 

@@ -55,19 +55,20 @@ def tiny_model(
 
 
 def word_tokenizer(add_bos: bool = True, chat_template: bool = True) -> PreTrainedTokenizerFast:
-    """A word-level tokenizer: ``<pad>``=0 ``<s>``=1 ``</s>``=2 ``[U]``=3 ``[A]``=4 ``hi``=5, then ``w6``..``w63``.
+    """A word-level tokenizer: ``<pad>``=0 ``<s>``=1 ``</s>``=2 ``[U]``=3 ``[A]``=4 ``hi``=5, then ``w6``..``w62``.
 
+    ``<unk>``=63 stands for every other word.
     Its post-processor adds ``<s>``, and so does its chat template: the pair that doubles BOS when mishandled.
     """
-    words = ["<pad>", "<s>", "</s>", "[U]", "[A]", "hi", *(f"w{i}" for i in range(6, VOCAB))]
-    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
+    words = ["<pad>", "<s>", "</s>", "[U]", "[A]", "hi", *(f"w{i}" for i in range(6, VOCAB - 1)), "<unk>"]
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     if add_bos:
         inner.post_processor = processors.TemplateProcessing(
             single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
         )
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<pad>"
+        tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
     )
     if chat_template:
         tokenizer.chat_template = (

@@ -42,7 +42,7 @@ def train(
     config: Annotated[str, typer.Argument(help="YAML file, or the name of a built-in recipe such as quickstart.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key.path=value …, over the file.")] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check config and data, print the plan, train nothing.")
+        bool, typer.Option("--dry-run", help="Check config, data and reward, print the plan, train nothing.")
     ] = False,
 ) -> None:
     """Train with the algorithm that the config names."""

@@ -59,6 +59,27 @@ def test_longer_examples_are_an_error_on_request() -> None:
         load(ROWS, max_example_tokens=6, overlong_examples="error")
 
 
+def test_rows_without_an_answer_are_named_before_those_that_are_too_long() -> None:
+    rows = [*ROWS, {"prompt": "hi", "response": 3}]
+    for rule in ("drop", "error", "right"):
+        with pytest.raises(DataError) as error:
+            load(rows, max_example_tokens=6, overlong_examples=rule)
+        assert str(error.value) == (
+            "data.train: 1 of 4 rows can't be used. Mend or remove these rows:\n"
+            "  rows[3] (row 3): the answer in column 'response' must be text, got int"
+        )
+
+
+def test_when_every_example_is_dropped_the_error_says_why() -> None:
+    with pytest.raises(DataError) as error:
+        load(ROWS[1:], max_example_tokens=4, overlong_examples="right")
+    assert str(error.value) == (
+        "data.train: no row is left to learn from: read 2 rows, kept 0; 2 dropped (answer cut away): rows[0] (the "
+        "answer begins at token 4, beyond the limit of 4), rows[1] (the answer begins at token 7, beyond the limit of "
+        "4). Raise data.max_example_tokens"
+    )
+
+
 def test_longer_examples_are_cut_unless_no_answer_is_left() -> None:
     dataset = load(ROWS, max_example_tokens=6, overlong_examples="right")
     assert [learned(example) for example in dataset] == [[20, 2], [20, 21]]

@@ -5,7 +5,7 @@ import torch
 
 from verl.common.errors import DataError
 from verl.data.examples import Answer, Example, ExampleDataset, answer_key, answer_of, answers_batch, collate
-from verl.data.prompts import LoadReport
+from verl.data.gathering import LoadReport
 
 
 def answer(prompt: list[int], response: list[int], mask: list[bool] | None = None) -> Answer:

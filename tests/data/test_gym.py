@@ -1,16 +1,19 @@
+import string
 import sys
 
 import pytest
 
-from tests.tiny import word_tokenizer
 from verl.common.errors import ConfigError, MissingExtra
 from verl.data.config import DataConfig
 from verl.data.prompts import load_prompts, shared_prompts
+from verl.models.loading import character_tokenizer
+
+TOKENIZER = character_tokenizer(string.printable)
 
 
 def load(source, **keys):
     pytest.importorskip("reasoning_gym")
-    return load_prompts(source, DataConfig(**keys), word_tokenizer())
+    return load_prompts(source, DataConfig(**keys), TOKENIZER)
 
 
 def test_a_task_becomes_prompts_that_its_own_scorer_can_judge():
@@ -68,4 +71,4 @@ def test_wrong_names_and_options(source, said):
 def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(MissingExtra, match=r"'gym:chain_sum' needs .*verl\[gym\]"):
-        load_prompts("gym:chain_sum", DataConfig(), word_tokenizer())
+        load_prompts("gym:chain_sum", DataConfig(), TOKENIZER)

@@ -6,8 +6,8 @@ import pytest
 
 from verl.common.errors import DataError
 from verl.data.examples import Answer, Example, ExampleDataset
+from verl.data.gathering import LoadReport
 from verl.data.mismatch import partners, with_mismatches
-from verl.data.prompts import LoadReport
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 7, 32, 33])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,62 @@ def test_judged_columns_make_every_pair_of_a_right_and_a_wrong_answer() -> None:
     alike = {**row, "b": row["a"], "d": row["a"]}
     both = pairs([row, alike], **keys)
     assert len(both) == 4 and "1 dropped (no pair)" in both.report.summary()
+
+
+JUDGED: dict[str, Any] = {"judged_keys": [*"abc"]}
+
+
+def judged(prompt: str, *answers: Any) -> dict[str, Any]:
+    """A row of three answers, of which only the first is desirable."""
+    cells = zip("abc", answers, (True, False, False), strict=True)
+    return {"prompt": prompt} | {key: {"response": answer, "label": label} for key, answer, label in cells}
+
+
+def test_every_example_of_a_row_is_kept_cut_or_dropped_by_itself() -> None:
+    alike = judged("hi", "w7", "w8", "w8")
+    alike["a"]["label"] = False
+    rows = [alike, judged("hi w6", "w7", "w8", "w9 w9 w9 w9 w9"), judged("hi", "w7", "w8", "w9")]
+    found = pairs(rows, **JUDGED, max_example_tokens=6)
+    assert [example.row_id for example in found] == [1, 2, 2]
+    assert found.report.summary() == (
+        "read 3 rows, kept 3; 1 dropped (overlong): rows[1] (prompt and answer have 9 tokens, limit 6 "
+        "(data.max_example_tokens)); 1 dropped (no pair): rows[0] (its answers are all of one label)"
+    )
+    cut = pairs(rows, **JUDGED, max_example_tokens=6, overlong_examples="right")
+    assert [example.row_id for example in cut] == [1, 1, 2, 2]
+    assert cut.report.summary() == (
+        "read 3 rows, kept 4; 1 dropped (no pair): rows[0] (its answers are all of one label); 1 cut: rows[1] (prompt "
+        "and answer have 9 tokens)"
+    )
+
+
+def test_every_answer_that_is_none_is_named_before_examples_that_are_too_long() -> None:
+    rows = [judged("hi", "w7", 5, ""), judged("hi", "w7", "w8 w8 w8", "w9 w9 w9 w9"), {"prompt": "hi"}]
+    keys = {**JUDGED, "max_example_tokens": 5, "max_prompt_tokens": 3, "overlong_examples": "error"}
+    with pytest.raises(DataError) as error:
+        pairs(rows, **keys)
+    assert str(error.value) == (
+        "data.train: 3 of 3 rows can't be used. Mend or remove these rows:\n"
+        "  rows[0] (row 0): a prompt is text or a list of {role, content} messages, got int 5\n"
+        "  rows[0] (row 0): the answer is empty\n"
+        "  rows[2] (row 2): column 'a' (data.judged_keys) isn't in the row; the row has 'prompt'"
+    )
+    rows = [*rows[1:2], judged("hi w6 w7", "w7", "w8", "w9")]
+    with pytest.raises(DataError) as error:
+        pairs(rows, **keys)
+    assert str(error.value) == (
+        "data.train: 2 of 2 rows can't be used. Raise the limit, or set data.overlong_prompts or "
+        "data.overlong_examples to drop or right:\n"
+        "  rows[0] (row 0): prompt and answer have 6 tokens, limit 5 (data.max_example_tokens)\n"
+        "  rows[0] (row 0): prompt and answer have 7 tokens, limit 5 (data.max_example_tokens)"
+    )
+    with pytest.raises(DataError) as error:
+        pairs(rows[1:], **keys)
+    assert str(error.value) == (
+        "data.train: no example is left to learn from: read 1 rows, kept 0; 2 dropped (overlong): rows[0] (its prompt "
+        "has 4 tokens, limit 3 (data.max_prompt_tokens)), rows[0] (its prompt has 4 tokens, limit 3 "
+        "(data.max_prompt_tokens))"
+    )
 
 
 @pytest.mark.parametrize(
@@ -178,7 +235,8 @@ def test_a_label_is_true_or_false(label: Any) -> None:
 def test_solutions_to_gsm8k_make_pairs_and_single_answers() -> None:
     from verl.models.loading import character_tokenizer
 
-    tokenizer = character_tokenizer("".join(sorted(set(GSM8K.read_text(encoding="utf-8")))))
+    rows = [json.loads(line) for line in GSM8K.read_text(encoding="utf-8").splitlines()]
+    tokenizer = character_tokenizer("".join(sorted(set(json.dumps(rows, ensure_ascii=False)) | {"\n"})))
     models = [f"{size}_{kind}" for size in ("6b", "175b") for kind in ("finetuning", "verification")]
     config = PreferenceDataConfig(
         prompt_key="question", judged_keys=models, response_key="solution", label_key="is_correct",

@@ -76,6 +76,24 @@ def test_overlong_prompts_are_cut(form, side, kept, keys):
     assert data.report.dropped == {}
 
 
+def test_rows_that_are_no_prompts_are_named_before_those_that_are_too_long():
+    config = DataConfig(max_prompt_tokens=4, overlong_prompts="error")
+    source = rows("hi", "hi w6", None, "hi w6 w7", 5)
+    with pytest.raises(DataError) as error:
+        load_prompts(source, config, word_tokenizer(), key="data.val")
+    assert str(error.value) == (
+        "data.val: 2 of 5 rows can't be used. Mend or remove these rows:\n"
+        "  rows[2] (row 2): column 'prompt' (data.prompt_key) is null; the row has 'prompt', 'ground_truth'\n"
+        "  rows[4] (row 4): a prompt is text or a list of {role, content} messages, got int 5"
+    )
+    with pytest.raises(DataError) as error:
+        load_prompts(source[:2] + source[3:4], config, word_tokenizer())
+    assert str(error.value) == (
+        "data.train: 2 of 3 rows can't be used. Raise data.max_prompt_tokens or set data.overlong_prompts to drop, "
+        "left or right:\n  rows[1] (row 1): 5 tokens, limit 4\n  rows[2] (row 2): 6 tokens, limit 4"
+    )
+
+
 def test_the_limit_counts_system_prompt_and_tools():
     tokenizer = word_tokenizer()
     tokenizer.chat_template = (
@@ -189,7 +207,8 @@ def test_no_source_names_the_key():
 
 
 def test_fingerprint_tells_other_data():
-    first, again, other = (load_prompts(rows(*texts), DataConfig(), word_tokenizer()) for texts in ("ab", "ab", "abc"))
+    texts = (["w6", "w7"], ["w6", "w7"], ["w6", "w8"])
+    first, again, other = (load_prompts(rows(*some), DataConfig(), word_tokenizer()) for some in texts)
     assert first.fingerprint == again.fingerprint != other.fingerprint
 
 

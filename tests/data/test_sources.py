@@ -209,11 +209,13 @@ GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="no GSM8K beside the checkout")
 def test_gsm8k_loads_whole():
-    from tests.tiny import word_tokenizer
     from verl.data.prompts import load_prompts
+    from verl.models.loading import character_tokenizer
 
     config = DataConfig(prompt_key="question", ground_truth_key="answer")
-    data = load_prompts(GSM8K / "test.jsonl", config, word_tokenizer())
+    rows = map(json.loads, (GSM8K / "test.jsonl").read_text(encoding="utf-8").splitlines())
+    tokenizer = character_tokenizer("".join(sorted({character for row in rows for character in row["question"]})))
+    data = load_prompts(GSM8K / "test.jsonl", config, tokenizer)
     assert len(data) == data.report.rows_read == 1319
     assert data[0].ground_truth.endswith("#### 18") and data[0].extra == {}
 

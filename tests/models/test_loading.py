@@ -43,6 +43,12 @@ def test_spaces_newlines_and_letters_are_characters_too() -> None:
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id, len(tokenizer)) == (0, 1, 9)
 
 
+@pytest.mark.parametrize("text", ["\n\n", "a\n\n\nb", "\r\n", "a\r\n\r\n", "\x0b\x0c"])
+def test_line_ends_beside_each_other_are_characters_each(text: str) -> None:
+    characters = "ab\n\r\x0b\x0c"
+    assert character_tokenizer(characters)(text)["input_ids"] == [2 + characters.index(c) for c in text]
+
+
 @pytest.mark.parametrize("characters", ["", "aa", "0120"])
 def test_characters_must_be_distinct(characters: str) -> None:
     with pytest.raises(ConfigError, match="distinct characters"):

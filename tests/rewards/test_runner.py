@@ -250,6 +250,29 @@ def test_a_function_that_cannot_be_loaded_is_a_config_error(tmp_path: Path, text
             runner.score(items("a", "b", "c"))
 
 
+class Judge:
+    """A reward model whose weights come with ``load``."""
+
+    is_loaded = False
+
+    def load(self) -> None:
+        self.is_loaded = True
+
+    def score_items(self, items: Sequence[RewardItem]) -> Sequence[float]:
+        return [1.0 for _ in items]
+
+
+def test_workers_start_without_a_model() -> None:
+    judge = Judge()
+    with RewardRunner(judge) as runner:
+        runner.start_workers()
+        assert not judge.is_loaded
+        runner.start()
+    assert judge.is_loaded
+    with RewardRunner("no_such_module_xyz:f") as runner, pytest.raises(ConfigError, match="can't be loaded"):
+        runner.start_workers()
+
+
 def test_one_reward_and_a_known_one() -> None:
     with pytest.raises(UnknownName, match="gsm8k"):
         RewardRunner("gsm8")

@@ -9,8 +9,8 @@ from tests.algorithms.rows import near
 from tests.tiny import tiny_model
 from verl.batch import Batch
 from verl.data.examples import Answer, Example, ExampleDataset, answers_batch, collate
+from verl.data.gathering import LoadReport
 from verl.data.mismatch import with_mismatches
-from verl.data.prompts import LoadReport
 from verl.engines.base import TrainingEngine
 from verl.engines.config import OptimConfig, TrainedConfig
 from verl.models.causal_lm import CausalLM

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from verl.common.errors import ConfigError, DataError
 from verl.data.config import PLACEHOLDER, DataConfig
+from verl.data.vocabulary import check_known
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,8 +27,8 @@ Prompt: TypeAlias = str | list[Message]
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[Message], config: DataConfig) -> list[int]:
     """Ids of ``prompt`` as the model reads it, up to where its response begins; of any length.
 
-    Raises DataError when the prompt is neither text nor messages or the template refuses it, ConfigError when the
-    tokenizer has no chat template and the prompt or ``data.chat`` needs one.
+    Raises DataError when the prompt is neither text nor messages, the template refuses it or the tokenizer doesn't know
+    all of it; ConfigError when the tokenizer has no chat template and the prompt or ``data.chat`` needs one.
     """
     text = render_prompt(tokenizer, prompt, config)
     if uses_chat(tokenizer, prompt, config):
@@ -104,9 +105,16 @@ def render_messages(
 
 
 def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Ids of text whose special tokens are already written in it."""
+    """Ids of text whose special tokens are already written in it. Raises as ``encode_text``."""
+    return _single_bos(tokenizer, encode_text(tokenizer, text))
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Ids of ``text`` and nothing else. Raises DataError for half a character, and as ``check_known``."""
     _check_text(text)
-    return _single_bos(tokenizer, list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]))
+    ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    check_known(tokenizer, text, ids)
+    return ids
 
 
 def check_prompt(value: object) -> Prompt:
@@ -147,9 +155,8 @@ def _check_message(message: object, position: int) -> Message:
 
 
 def _encode_plain(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    _check_text(text)
+    bare = encode_text(tokenizer, text)
     ids = list(tokenizer(text, verbose=False)["input_ids"])
-    bare = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     for start in range(len(ids) - len(bare) + 1 if bare else 0):
         if ids[start : start + len(bare)] == bare:
             return _single_bos(tokenizer, ids[: start + len(bare)])
@@ -161,7 +168,7 @@ def _check_text(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         half = text[error.start]
-        raise DataError(f"the prompt holds {half!a}, half of a character that was cut in two: no text") from error
+        raise DataError(f"the text holds {half!a}, half of a character that was cut in two: no text") from error
 
 
 def _single_bos(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:

@@ -17,7 +17,7 @@ import torch
 
 from verl.batch import Batch
 from verl.common.errors import DataError
-from verl.data.prompts import Incident, LoadReport
+from verl.data.gathering import Incident, LoadReport
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,11 @@ class Example:
     def prompt_ids(self) -> tuple[int, ...]:
         """Of its first answer; those of a pair have the same."""
         return self.answers[0].prompt_ids
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Those of every answer and its prompt, one after the other."""
+        return tuple(token for answer in self.answers for token in answer.prompt_ids + answer.response_ids)
 
     def __len__(self) -> int:
         return sum(len(answer) for answer in self.answers)

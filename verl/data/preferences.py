@@ -17,9 +17,11 @@ from verl.common.errors import DataError
 from verl.data.chat import check_messages, check_prompt, encode_prompt
 from verl.data.config import ExampleDataConfig
 from verl.data.examples import Answer, Example, ExampleDataset
-from verl.data.prompts import Incident, LoadReport, name_some, require_column
-from verl.data.sources import SourceRow, raise_problems, read_all
+from verl.data.gathering import OVERLONG, Gathering, Incident, LeftOut, name_some, overlong
+from verl.data.prompts import cut_prompt, require_column
+from verl.data.sources import SourceRow, read_all
 from verl.data.supervision import supervise
+from verl.data.vocabulary import warn_of_unknown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,14 +46,6 @@ class PreferenceDataConfig(ExampleDataConfig):
     one with each undesirable one makes a pair. Empty: the other keys name the columns themselves."""
 
 
-class _TooLong(DataError):
-    """An example that goes beyond a length limit; ``rule`` says what becomes of it."""
-
-    def __init__(self, what: str, rule: str) -> None:
-        super().__init__(what)
-        self.rule = rule
-
-
 Judged = tuple[Any, ...]
 """Answers of one example as the row has them."""
 
@@ -74,45 +68,28 @@ def load_preferences(
     that all have one label. Raises DataError for rows that can't be used, all at once, and when nothing is left.
     """
     rows = read_all(source, config, key, max_rows)
-    kept: list[Example] = []
-    problems: list[str] = []
-    refused: list[Incident] = []
-    overlong: list[Incident] = []
-    cut: list[Incident] = []
-    single: list[Incident] = []
+    gathering = Gathering[Example](key, len(rows))
     for row_id, row in enumerate(rows):
-        try:
+        with gathering.judging(row_id, row):
             judged = list((_pairs if is_paired else _labelled)(row, config))
-        except DataError as error:
-            problems.append(f"{row.where} (row {row_id}): {error}")
-            continue
-        if not judged:
-            single.append(Incident(row_id, row.where, "its answers are all of one label"))
-        for answers, is_chosen in judged:
-            try:
-                prompt = require_column(row, config.prompt_key, "data.prompt_key")
-                made, longest_cut = _encode(prompt, answers, config, tokenizer)
-                kept.append(Example(row_id, made, is_chosen, row.source))
-                if longest_cut:
-                    cut.append(Incident(row_id, row.where, f"prompt and answer have {longest_cut} tokens"))
-            except _TooLong as error:
-                found = Incident(row_id, row.where, str(error))
-                (refused if error.rule == "error" else overlong).append(found)
-            except DataError as error:
-                problems.append(f"{row.where} (row {row_id}): {error}")
-    if problems:
-        raise_problems(key, problems, len(rows), "Mend or remove these rows:")
-    if refused:
-        named = [f"{one.where} (row {one.row_id}): {one.detail}" for one in refused]
-        advice = "Raise the limit, or set data.overlong_prompts or data.overlong_examples to drop or right:"
-        raise_problems(key, named, len(rows), advice)
-    dropped = {reason: tuple(found) for reason, found in (("overlong", overlong), ("no pair", single)) if found}
-    report = LoadReport(len(rows), len(kept), dropped, tuple(cut))
-    if not kept:
+            if not judged:
+                raise LeftOut("no pair", "its answers are all of one label")
+            for answers, is_chosen in judged:
+                with gathering.judging(row_id, row):
+                    prompt = require_column(row, config.prompt_key, "data.prompt_key")
+                    made, longest_cut = _encode(prompt, answers, config, tokenizer)
+                    gathering.kept.append(Example(row_id, made, is_chosen, row.source))
+                    if longest_cut:
+                        gathering.note_cut(row_id, row, f"prompt and answer have {longest_cut} tokens")
+    report = gathering.report(
+        "Raise the limit, or set data.overlong_prompts or data.overlong_examples to drop or right:"
+    )
+    if not gathering.kept:
         raise DataError(f"{key}: no example is left to learn from: {report.summary()}")
-    _warn_of_equal_pairs(kept, key)
-    _warn_of_one_label(kept, key)
-    return ExampleDataset(kept, report)
+    _warn_of_equal_pairs(gathering.kept, key)
+    _warn_of_one_label(gathering.kept, key)
+    warn_of_unknown(tokenizer, key, ((example.row_id, example.source, example.ids) for example in gathering.kept))
+    return ExampleDataset(gathering.kept, report)
 
 
 def _pairs(row: SourceRow, config: PreferenceDataConfig) -> Iterator[tuple[Judged, tuple[bool, ...]]]:
@@ -150,7 +127,7 @@ def _encode(
 ) -> tuple[tuple[Answer, ...], int]:
     """Ids of each answer behind the one prompt, and the length of the longest that had to be cut, 0 if none had to.
 
-    Raises _TooLong where the section doesn't say to cut.
+    Raises LeftOut or Refused where the section doesn't say to cut.
     """
     checked = check_prompt(prompt)
     prompt_ids = tuple(encode_prompt(tokenizer, checked, config))
@@ -159,8 +136,8 @@ def _encode(
     limit = config.max_prompt_tokens
     rule = config.overlong_prompts
     if len(prompt_ids) > limit and rule in ("drop", "error"):
-        raise _TooLong(f"its prompt has {len(prompt_ids)} tokens, limit {limit} (data.max_prompt_tokens)", rule)
-    cut = prompt_ids[-limit:] if rule == "left" else prompt_ids[:limit]
+        raise overlong(rule, f"its prompt has {len(prompt_ids)} tokens, limit {limit} (data.max_prompt_tokens)")
+    cut = cut_prompt(prompt_ids, config)
     made = [_encode_answer(checked, prompt_ids, cut, answer, config, tokenizer) for answer in answers]
     uncut = [length for answer, length in made if length > len(answer)]
     return tuple(answer for answer, _ in made), max(uncut, default=0)
@@ -182,10 +159,10 @@ def _encode_answer(
     whole = Answer(cut, supervised.input_ids[start:], supervised.labels_mask[start:])
     limit, rule = config.max_example_tokens, config.overlong_examples
     if len(whole) > limit and rule != "right":
-        raise _TooLong(f"prompt and answer have {len(whole)} tokens, limit {limit} (data.max_example_tokens)", rule)
+        raise overlong(rule, f"prompt and answer have {len(whole)} tokens, limit {limit} (data.max_example_tokens)")
     answer = whole.first_tokens(limit)
     if not any(answer.response_mask):
-        raise _TooLong(f"no token of an answer is within the limit of {limit} (data.max_example_tokens)", "drop")
+        raise LeftOut(OVERLONG, f"no token of an answer is within the limit of {limit} (data.max_example_tokens)")
     return answer, len(supervised.input_ids)
 
 

@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any, overload
 from verl.common.errors import DataError, did_you_mean
 from verl.data.chat import Prompt, check_prompt, encode_prompt
 from verl.data.config import DataConfig
-from verl.data.sources import SourceRow, raise_problems, read_all
+from verl.data.gathering import OVERLONG, Gathering, Incident, LoadReport, name_some
+from verl.data.sources import SourceRow, read_all
+from verl.data.vocabulary import warn_of_unknown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,37 +50,6 @@ class PromptRow:
         """What a reward may ask for by name: the other columns, and over them prompt, ground_truth, row_id, source."""
         own = {"prompt": self.prompt, "ground_truth": self.ground_truth, "row_id": self.row_id, "source": self.source}
         return {**self.extra, **own}
-
-
-@dataclass(frozen=True)
-class Incident:
-    """A row that was left out or cut: its ``row_id``, where it stands ("a.jsonl:17") and why."""
-
-    row_id: int
-    where: str
-    detail: str
-
-
-@dataclass(frozen=True)
-class LoadReport:
-    """What became of the rows: ``rows_read`` = ``rows_kept`` + those in ``dropped``, which is by reason.
-
-    truncated  rows that were kept, but cut to ``data.max_prompt_tokens``
-    """
-
-    rows_read: int
-    rows_kept: int
-    dropped: dict[str, tuple[Incident, ...]]
-    truncated: tuple[Incident, ...]
-
-    def summary(self) -> str:
-        """One line: the counts, and the first three rows of each kind by name."""
-        parts = [f"read {self.rows_read} rows, kept {self.rows_kept}"]
-        for reason, incidents in self.dropped.items():
-            parts.append(f"{len(incidents)} dropped ({reason}): {name_some(incidents)}")
-        if self.truncated:
-            parts.append(f"{len(self.truncated)} cut: {name_some(self.truncated)}")
-        return "; ".join(parts)
 
 
 class PromptDataset(Sequence[PromptRow]):
@@ -157,40 +128,32 @@ def require_column(row: SourceRow, column: str, key: str) -> Any:
     return value
 
 
+def cut_prompt(ids: tuple[int, ...], config: DataConfig) -> tuple[int, ...]:
+    """The first or the last ``data.max_prompt_tokens`` ids, as ``data.overlong_prompts`` says."""
+    limit = config.max_prompt_tokens
+    return ids[-limit:] if config.overlong_prompts == "left" else ids[:limit]
+
+
 def _encode_rows(
     rows: Sequence[SourceRow], columns: list[str], config: DataConfig, tokenizer: PreTrainedTokenizerBase, key: str
 ) -> PromptDataset:
-    kept: list[PromptRow] = []
-    overlong: list[Incident] = []
-    problems: list[str] = []
+    gathering = Gathering[PromptRow](key, len(rows))
     limit = config.max_prompt_tokens
     for row_id, row in enumerate(rows):
-        try:
+        with gathering.judging(row_id, row):
             made = _make_row(row_id, row, columns, config, tokenizer)
-        except DataError as error:
-            problems.append(f"{row.where} (row {row_id}): {error}")
-            continue
-        if len(made.prompt_ids) > limit:
-            overlong.append(Incident(row_id, row.where, f"{len(made.prompt_ids)} tokens, limit {limit}"))
-            if config.overlong_prompts == "drop":
-                continue
-            made = PromptRow(**{**vars(made), "prompt_ids": _cut(made.prompt_ids, config)})
-        kept.append(made)
-    if problems:
-        raise_problems(key, problems, len(rows), "Mend or remove these rows:")
-    if overlong and config.overlong_prompts == "error":
-        named = [f"{incident.where} (row {incident.row_id}): {incident.detail}" for incident in overlong]
-        advice = "Raise data.max_prompt_tokens or set data.overlong_prompts to drop, left or right:"
-        raise_problems(key, named, len(rows), advice)
-    if not kept:
+            if gathering.must_cut(row_id, row, len(made.prompt_ids), limit, config.overlong_prompts):
+                made = replace(made, prompt_ids=cut_prompt(made.prompt_ids, config))
+            gathering.kept.append(made)
+    report = gathering.report("Raise data.max_prompt_tokens or set data.overlong_prompts to drop, left or right:")
+    if not gathering.kept:
+        first = name_some(report.dropped[OVERLONG])
         raise DataError(
             f"{key}: all {len(rows)} rows have prompts longer than data.max_prompt_tokens = {limit}. "
-            f"Raise it, or set data.overlong_prompts to left or right. First rows: {name_some(overlong)}"
+            f"Raise it, or set data.overlong_prompts to left or right. First rows: {first}"
         )
-    is_dropping = config.overlong_prompts == "drop"
-    dropped = {"overlong": tuple(overlong)} if overlong and is_dropping else {}
-    report = LoadReport(len(rows), len(kept), dropped, () if is_dropping else tuple(overlong))
-    return PromptDataset(kept, report)
+    warn_of_unknown(tokenizer, key, ((row.row_id, row.source, row.prompt_ids) for row in gathering.kept))
+    return PromptDataset(gathering.kept, report)
 
 
 def _make_row(
@@ -204,11 +167,6 @@ def _make_row(
     taken = {config.prompt_key, config.ground_truth_key}
     extra = {name: row.values.get(name) for name in columns if name not in taken}
     return PromptRow(row_id, prompt, prompt_ids, truth, extra, row.source)
-
-
-def _cut(ids: tuple[int, ...], config: DataConfig) -> tuple[int, ...]:
-    limit = config.max_prompt_tokens
-    return ids[-limit:] if config.overlong_prompts == "left" else ids[:limit]
 
 
 def _lookup(values: dict[str, Any], column: str) -> Any:
@@ -231,9 +189,3 @@ def _check_columns(columns: dict[str, None], config: DataConfig, source: str) ->
 
 def _listed(columns: dict[str, Any]) -> str:
     return ", ".join(map(repr, columns)) or "no columns"
-
-
-def name_some(incidents: Sequence[Incident]) -> str:
-    """The first three by name, and how many more."""
-    named = ", ".join(f"{incident.where} ({incident.detail})" for incident in incidents[:3])
-    return named + (f" and {len(incidents) - 3} more" if len(incidents) > 3 else "")

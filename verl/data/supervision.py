@@ -22,6 +22,7 @@ from verl.data.chat import (
     compose,
     encode_prompt,
     encode_rendered,
+    encode_text,
     render_messages,
     uses_chat,
 )
@@ -96,7 +97,7 @@ def _with_answer(prompt: str | Sequence[Message], answer: str | None, config: Da
 
 
 def _join(tokenizer: PreTrainedTokenizerBase, ids: list[int], answer: str) -> tuple[list[int], list[bool]]:
-    learned = list(tokenizer(answer, add_special_tokens=False, verbose=False)["input_ids"])
+    learned = encode_text(tokenizer, answer)
     if not learned:
         raise DataError("the answer is empty")
     eos = tokenizer.eos_token_id

@@ -166,7 +166,7 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def character_tokenizer(characters: str) -> PreTrainedTokenizerBase:
-    """One token a character, besides ``<pad>``=0 and ``<eos>``=1."""
+    """One token a character, besides ``<pad>``=0, which loaders of data refuse to read others as, and ``<eos>``=1."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -174,7 +174,7 @@ def character_tokenizer(characters: str) -> PreTrainedTokenizerBase:
         raise ConfigError(f"model.tokenizer='chars:…' needs distinct characters, got {characters!r}")
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", *characters])}
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     inner.decoder = decoders.Fuse()
     made = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>")
     made.name_or_path = f"chars:{characters}"

@@ -76,10 +76,14 @@ class RewardRunner:
 
         Raises ConfigError when the function can't be loaded.
         """
-        if self._pool is not None:
-            self._pool.start()
+        self.start_workers()
         if isinstance(self._model, LoadsFirst):
             self._model.load()
+
+    def start_workers(self) -> None:
+        """``start`` without loading a model: what finds out whether the function can be loaded."""
+        if self._pool is not None:
+            self._pool.start()
 
     def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         """One result an item, in order.

@@ -9,10 +9,12 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
@@ -27,6 +29,7 @@ from verl.models.loading import (
     compute_dtype,
     eos_token_ids,
     load_model,
+    load_model_config,
     load_tokenizer,
     position_limits,
 )
@@ -43,26 +46,42 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Sampler:
-    """A loaded model ready to generate."""
+    """A model to generate with. Its weights are loaded when its engine is first asked for: the input is read before.
 
-    engine: RolloutEngine
+    model  its section
+    name   of the rollout engine, which has that engine's defaults
+    seed   for what loading draws
+    """
+
+    model: ModelConfig
     tokenizer: PreTrainedTokenizerBase
     max_positions: int | None
+    name: str
+    device: torch.device
+    seed: int
+
+    @cached_property
+    def engine(self) -> RolloutEngine:
+        """Raises ConfigError and DataError where the weights don't load."""
+        seed_everything(self.seed)
+        dtype = compute_dtype(self.model.amp_dtype, self.device)
+        module = load_model(self.model, self.tokenizer, self.device, dtype)
+        build = ROLLOUT_ENGINES.load(self.name)
+        stops = eos_token_ids(module, self.tokenizer)
+        engine: RolloutEngine = build(CausalLM(module), self.tokenizer, build.Config(name=self.name), stops)
+        return engine
 
 
 def load_sampler(
     model: str, *, engine: str = "native", device: str = "auto", amp_dtype: str = "auto", seed: int = 0
 ) -> Sampler:
-    """The model folder ``model`` behind a rollout engine with that engine's defaults."""
+    """The model folder ``model`` behind a rollout engine. Raises ConfigError and DataError for what isn't there."""
     disable_progress_bar()  # on standard error, among what a command says
     config = ModelConfig(path=model, amp_dtype=amp_dtype)
     where = pick_device(device)
-    seed_everything(seed)
     tokenizer = load_tokenizer(config)
-    module = load_model(config, tokenizer, where, compute_dtype(config.amp_dtype, where))
-    build = ROLLOUT_ENGINES.load(engine)
-    rollout = build(CausalLM(module), tokenizer, build.Config(name=engine), eos_token_ids(module, tokenizer))
-    return Sampler(rollout, tokenizer, min(position_limits(module.config).values(), default=None))
+    limits = position_limits(load_model_config(config, tokenizer))
+    return Sampler(config, tokenizer, min(limits.values(), default=None), engine, where, seed)
 
 
 def generate_file(
@@ -119,9 +138,9 @@ def evaluate_model(
     """Accuracy and pass@k of the sampler's model on ``data.train``."""
     _check_samples(num_samples, sampling)
     dataset = _load(sampler, data)
-    rollout = Rollout(sampler.engine, sampler.tokenizer, sampling, num_samples)
     with RewardRunner(reward) as rewards:
         rewards.start()
+        rollout = Rollout(sampler.engine, sampler.tokenizer, sampling, num_samples)
         return evaluate(dataset, rollout, rewards, batch_rows=batch_rows, seed=seed, passing=passing)
 
 

@@ -132,7 +132,7 @@ def reward_runner(config: OnPolicyRun, reward: Any) -> RewardRunner:
         return RewardRunner(reward, config.reward)
     except VerlError:
         raise
-    except Exception as error:  # a user's module, loaded in this process
+    except (Exception, SystemExit) as error:  # a user's module, loaded in this process
         raise ConfigError(f"the reward's function can't be loaded: {type(error).__name__}: {error}") from error
 
 

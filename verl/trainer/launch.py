@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 def plan(config: Run) -> str:
-    """The effective config as YAML and, below it, what it comes to. Loads tokenizer and data, no model."""
+    """The effective config as YAML and, below it, what it comes to. Loads tokenizer, data and reward, but no model."""
     lines = [*trainer_class(config).plan(config), f"output: {config.trainer.output_dir}"]
     return config.as_yaml() + "\n".join(f"# {line}" for line in lines)
 

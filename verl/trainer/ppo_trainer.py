@@ -69,7 +69,8 @@ class PPOTrainer(RunLoop[OnPolicyRun, Parts]):
     def plan(cls, config: OnPolicyRun) -> list[str]:
         """As in RunLoop."""
         inputs = load_inputs(config, Given())
-        inputs.rewards.close()
+        with inputs.rewards as rewards:
+            rewards.start_workers()
         train, trainer = inputs.train, config.trainer
         steps = trainer.total_steps or -(-len(train) * (trainer.epochs or 1) // trainer.prompts_per_step)
         algorithm = ALGORITHMS.load(config.algorithm.name)(config.algorithm)
