@@ -1,15 +1,18 @@
 """Log-probs and entropies of chosen tokens without the [tokens, vocab] matrix.
 
 Hidden states come in, two numbers a token go out. Logits exist for one chunk of tokens at a time; the backward pass
-makes them again and hands their gradient, written in closed form, to the head.
+makes them again and hands their gradient, written in closed form, to the head. On CUDA a kernel makes each of the two
+in one pass over what the head gave; elsewhere torch does, in float32 copies of it.
 
 Shape letters: M tokens, C hidden, V vocab.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -44,39 +47,99 @@ class _TokenLogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, lm: CausalLM, targets: Tensor, temperature: float, hidden: Tensor, *head: Tensor
     ) -> tuple[Tensor, Tensor]:
-        log_probs, entropy = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(2))
+        made = hidden.new_empty(3, len(hidden), dtype=torch.float32)
+        ways = _Fused(lm, temperature) if _has_kernels(hidden) else _Plain(lm, temperature)
         for part in _chunks(len(hidden), lm.vocab_size):
-            all_log_probs = _tempered(lm.logits(hidden[part]), temperature).log_softmax(-1)
-            log_probs[part] = all_log_probs.gather(-1, targets[part, None])[:, 0]
-            entropy[part] = -_row_dot(all_log_probs.exp(), all_log_probs)
+            made[:, part] = torch.stack(ways.statistics(ways.logits(hidden[part]), targets[part]))
+        log_probs, entropy, log_sum = made
         ctx.set_materialize_grads(False)
-        ctx.lm, ctx.temperature = lm, temperature
-        ctx.save_for_backward(targets, hidden, entropy, *head)
+        ctx.lm, ctx.ways = lm, ways
+        ctx.save_for_backward(targets, hidden, entropy, log_sum, *head)
         return log_probs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        targets, hidden, entropy, *head = ctx.saved_tensors
-        to_log_prob, to_entropy = grads
+        targets, hidden, entropy, log_sum, *head = ctx.saved_tensors
         hidden_grad = torch.empty_like(hidden)
         sums = [torch.zeros_like(p, dtype=torch.float32) for p in head]
         for part in _chunks(len(hidden), ctx.lm.vocab_size):
             with torch.enable_grad():
                 states = hidden[part].detach().requires_grad_()
-                logits = ctx.lm.logits(states)
-            grad = _logits_grad(
-                _tempered(logits.detach(), ctx.temperature).log_softmax(-1),
-                targets[part],
-                None if to_log_prob is None else to_log_prob[part],
-                None if to_entropy is None else to_entropy[part],
-                entropy[part],
-            )
-            found = torch.autograd.grad(logits, [states, *head], _tempered(grad, ctx.temperature))
+                logits = ctx.ways.logits(states)
+            to_both = [None if grad is None else grad[part] for grad in grads]
+            grad = ctx.ways.gradient(logits.detach(), targets[part], entropy[part], log_sum[part], *to_both)
+            found = torch.autograd.grad(logits, [states, *head], grad)
             hidden_grad[part] = found[0]
             for total, piece in zip(sums, found[1:], strict=True):
                 total += piece
             del logits, grad  # or they would stand beside those of the next chunk
         return None, None, None, hidden_grad, *(s.to(p.dtype) for s, p in zip(sums, head, strict=True))
+
+
+class _Ways(Protocol):
+    """From hidden states to the numbers of each token and back."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [M, C] to [M, V]: what the other two take, with a gradient."""
+        ...
+
+    def statistics(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-prob, entropy and log-sum-exp."""
+        ...
+
+    def gradient(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        entropy: Tensor,
+        log_sum: Tensor,
+        to_log_prob: Tensor | None,
+        to_entropy: Tensor | None,
+    ) -> Tensor:
+        """[M, V] with respect to ``logits``; None stands for no gradient."""
+        ...
+
+
+def _has_kernels(hidden: Tensor) -> bool:
+    return hidden.is_cuda and importlib.util.find_spec("triton") is not None
+
+
+class _Fused:
+    """The kernels, on what the head gives."""
+
+    def __init__(self, lm: CausalLM, temperature: float) -> None:
+        from verl.models import log_prob_kernels
+
+        scale = log_prob_kernels.Scale(lm.logit_scale, lm.softcap, temperature)
+        self.logits = lm.head
+        self.statistics = partial(log_prob_kernels.token_statistics, scale=scale)
+        self.gradient = partial(log_prob_kernels.head_gradient, scale=scale)
+
+
+class _Plain:
+    """torch, on float32 logits; their log-sum-exp is of no use to it."""
+
+    def __init__(self, lm: CausalLM, temperature: float) -> None:
+        self.logits, self._temperature = lm.logits, temperature
+
+    def statistics(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        all_log_probs = _tempered(logits, self._temperature).log_softmax(-1)
+        log_probs = all_log_probs.gather(-1, targets[:, None])[:, 0]
+        return log_probs, -_row_dot(all_log_probs.exp(), all_log_probs), torch.empty_like(log_probs)
+
+    def gradient(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        entropy: Tensor,
+        log_sum: Tensor,
+        to_log_prob: Tensor | None,
+        to_entropy: Tensor | None,
+    ) -> Tensor:
+        grad = _logits_grad(  # no name for the log-probs here: they would stand beside what is made of them
+            _tempered(logits, self._temperature).log_softmax(-1), targets, to_log_prob, to_entropy, entropy
+        )
+        return _tempered(grad, self._temperature)
 
 
 def _logits_grad(
