@@ -374,14 +374,14 @@ def test_export_is_the_trained_model(tmp_path: Path, command: Command) -> None:
     from verl.trainer.ppo_trainer import PPOTrainer
 
     trainer = PPOTrainer.from_config(load_config(config_file(tmp_path)))
-    start = {name: tensor.clone() for name, tensor in trainer.parts.module.state_dict().items()}
+    start = {name: tensor.clone() for name, tensor in trainer.parts.roles.module.state_dict().items()}
     trainer.run()
     trainer.close()
     code, out, _ = command("export", tmp_path / "run", tmp_path / "model")
     assert code == 0 and str(tmp_path / "model") in out
     ids = torch.tensor([[5, 6, 7, 8]])
     saved = tmp_path / "run" / "checkpoints" / checkpoints_of(tmp_path / "run")[-1] / "actor" / "model"
-    trained = dict(trainer.parts.module.state_dict())
+    trained = dict(trainer.parts.roles.module.state_dict())
     assert any(not torch.equal(start[name], trained[name]) for name in start)
     logits = []
     for folder in (tmp_path / "model", saved):

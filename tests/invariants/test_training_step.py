@@ -35,9 +35,9 @@ def run(folder: Path, steps: int = 1, **changes: Any) -> tuple[list[dict[str, An
     trainer = PPOTrainer.from_config(OnPolicyRun.parse(made))
     trainer.run()
     trainer.close()
-    weights = {name: p.detach().clone() for name, p in trainer.parts.module.named_parameters()}
-    if trainer.parts.critic is not None:
-        critic = trainer.parts.critic.engine.network.module
+    weights = {name: p.detach().clone() for name, p in trainer.parts.roles.module.named_parameters()}
+    if trainer.parts.roles.critic is not None:
+        critic = trainer.parts.roles.critic.engine.network.module
         weights |= {f"critic.{name}": p.detach().clone() for name, p in critic.named_parameters()}
     return metrics_of(folder / "run"), weights
 

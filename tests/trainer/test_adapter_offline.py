@@ -62,7 +62,7 @@ def test_the_adapter_learns_alone_and_a_resumed_run_is_the_same(algorithm: str, 
     run(tmp_path / "parts", algorithm)
     lines = metrics_of(tmp_path / "straight" / "run")
     assert metrics_of(tmp_path / "parts" / "run") == lines
-    role = straight.parts.actor
+    role = straight.parts.roles.actor
     saved = load_file(
         tmp_path / "straight" / "run" / "checkpoints" / "step_000003" / role.name / "model" / lora.WEIGHTS
     )
@@ -86,7 +86,7 @@ def test_sft_then_a_reward_model_then_ppo_on_adapters(tmp_path: Path) -> None:
     policy = tmp_path / "sft" / "run" / "checkpoints" / "step_000003" / "actor" / "model"
     trained = run(tmp_path / "rm", "bradley_terry", model={"path": str(policy)})
     judge = tmp_path / "rm" / "run" / "checkpoints" / "step_000003" / "reward_model" / "model"
-    module: Any = trained.parts.actor.engine.network
+    module: Any = trained.parts.roles.actor.engine.network
     expected = score_of(module)
     exported = export_checkpoint(tmp_path / "rm" / "run", tmp_path / "exported", role="reward_model")
     plain = AutoModelForSequenceClassification.from_pretrained(exported)

@@ -52,7 +52,7 @@ def test_there_is_no_second_copy_of_the_model(tmp_path: Path) -> None:
     trainer = PPOTrainer(**sections(tmp_path, model__lora={"rank": 2}, algorithm=KL))
     try:
         (reference,) = [role for role in trainer.parts.passes if role.name == "reference"]
-        assert reference.engine is trainer.parts.actor.engine
+        assert reference.engine is trainer.parts.roles.actor.engine
     finally:
         trainer.close()
 
@@ -80,7 +80,7 @@ def test_export_ships_what_was_trained(start: str, tmp_path: Path) -> None:
         keys["model"] = {"path": str(tiny_folder(tmp_path / "start")), "lora": {"rank": 2}}
     trainer = PPOTrainer(**keys) if start != "object" else of_object(keys)
     trainer.run()
-    module: Any = trainer.parts.module
+    module: Any = trainer.parts.roles.module
     trainer.close()
     trained = logits_of(module)
     with lora.without_adapter(module):
@@ -101,7 +101,7 @@ def test_an_adapter_generates_and_is_a_starting_point(tmp_path: Path) -> None:
     trainer = PPOTrainer(**sections(tmp_path, model__lora={"rank": 2}, actor__optim__lr=0.05))
     trainer.run()
     trainer.close()
-    module: Any = trainer.parts.module
+    module: Any = trainer.parts.roles.module
     folder = tmp_path / "run" / "checkpoints" / "step_000002" / "actor" / "model"
     sampler = load_sampler(str(folder), device="cpu")
     assert sampler.tokenizer.vocab_size == trainer.parts.tokenizer.vocab_size
@@ -109,7 +109,7 @@ def test_an_adapter_generates_and_is_a_starting_point(tmp_path: Path) -> None:
     second = PPOTrainer(**sections(tmp_path / "again", model=model, actor__optim__lr=0.05))
     second.run()
     second.close()
-    after: Any = second.parts.module
+    after: Any = second.parts.roles.module
     with lora.without_adapter(after):
         torch.testing.assert_close(logits_of(after), logits_of(module), atol=1e-3, rtol=1e-3)
     exported = export_checkpoint(tmp_path / "again" / "run", tmp_path / "exported")  # an adapter on an adapter

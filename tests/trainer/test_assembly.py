@@ -48,18 +48,18 @@ def test_passes_and_roles_follow_from_what_the_algorithm_declares(
 ) -> None:
     parts = parts_of(tmp_path, **changes)
     assert names(parts.passes) == passes and names(parts.trained) == trained
-    assert (parts.critic is not None) is ("critic" in trained)
+    assert (parts.roles.critic is not None) is ("critic" in trained)
 
 
 def test_roles_share_no_weights_but_the_rollout_and_the_actor_do(tmp_path: Path) -> None:
     parts = parts_of(tmp_path, algorithm={"name": "ppo", "kl_coef": 0.1})
-    pointers = {p.data_ptr() for p in parts.module.parameters()}
+    pointers = {p.data_ptr() for p in parts.roles.module.parameters()}
     reference = next(role for role in parts.passes if role.name == "reference").engine.network.module
-    assert parts.critic is not None
-    for module in (reference, parts.critic.engine.network.module):
+    assert parts.roles.critic is not None
+    for module in (reference, parts.roles.critic.engine.network.module):
         assert not pointers & {p.data_ptr() for p in module.parameters()}
     assert not any(p.requires_grad for p in reference.parameters())
-    assert pointers == {p.data_ptr() for p in parts.actor.engine.network.module.parameters()}
+    assert pointers == {p.data_ptr() for p in parts.roles.actor.engine.network.module.parameters()}
 
 
 def test_objects_stand_in_for_names() -> None:

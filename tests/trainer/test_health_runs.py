@@ -72,7 +72,7 @@ def test_updates_left_out_in_a_row_stop_the_run_after_a_checkpoint(
         tmp_path, overflowing(), algorithm={"name": "dr_grpo"}, trainer__total_steps=9,
         trainer__max_skipped_in_a_row=3, rollout__max_response_tokens=6,
     )  # fmt: skip
-    before = {name: p.detach().clone() for name, p in trainer.parts.module.named_parameters()}
+    before = {name: p.detach().clone() for name, p in trainer.parts.roles.module.named_parameters()}
     with pytest.raises(NotFinite, match=r"step 3: the last 3 updates of the actor .*max_skipped_in_a_row=3\)"):
         trainer.run()
     trainer.close()

@@ -103,8 +103,8 @@ def test_a_signal_in_each_phase_leaves_a_whole_step(tmp_path: Path, phase: str, 
     def patch(trainer: PPOTrainer) -> None:
         parts = trainer.parts
         owner: Any = {
-            "generate": parts.rollout.engine, "score": parts.rewards, "infer": parts.actor,
-            "advantages": parts.algorithm, "update": parts.actor, "callback": None,
+            "generate": parts.rollout.engine, "score": parts.rewards, "infer": parts.roles.actor,
+            "advantages": parts.algorithm, "update": parts.roles.actor, "callback": None,
         }[phase]  # fmt: skip
         if owner is None:
             trainer.callbacks.insert(0, Raises(number))

@@ -85,8 +85,8 @@ def test_a_logged_log_prob_is_the_tempered_one(tmp_path: Path) -> None:
     encode = trainer.parts.tokenizer
     row = next(r for r in rows if r["finish_reason"] == "length")
     prompt, response = encode(row["prompt"], add_special_tokens=False)["input_ids"], row["response_ids"]
-    plain = type(trainer.parts.module)(trainer.parts.module.config)
-    plain.load_state_dict(trainer.parts.module.state_dict())
+    plain = type(trainer.parts.roles.module)(trainer.parts.roles.module.config)
+    plain.load_state_dict(trainer.parts.roles.module.state_dict())
     plain.set_attn_implementation("eager")
     with torch.no_grad():
         logits = plain(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].float()
@@ -196,7 +196,7 @@ def test_the_schedule_spans_the_whole_run_however_it_is_cut(tmp_path: Path) -> N
 
 def test_the_policy_waits_for_a_critic_that_warms_up(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, algorithm={"name": "ppo", "critic_warmup_steps": 2}, trainer__total_steps=4)
-    roles = (trainer.parts.actor, trainer.parts.trained_roles[1])
+    roles = (trainer.parts.roles.actor, trainer.parts.roles.trainable[1])
     assert [role.name for role in roles] == ["actor", "critic"]
     before = [{name: p.clone() for name, p in role.engine.named_full_tensors()} for role in roles]
     versions, changed = [], []
@@ -280,7 +280,7 @@ def test_a_reward_that_hangs_costs_its_rows_only(tmp_path: Path) -> None:
 def test_an_update_outside_the_loop_is_noticed(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path)
     trainer.step()
-    trainer.parts.actor.engine.has_unsynced_update = True
+    trainer.parts.roles.actor.engine.has_unsynced_update = True
     with pytest.raises(StaleWeights, match="after version 1"):
         trainer.step()
     trainer.close()

@@ -151,7 +151,7 @@ def test_nothing_is_saved_of_a_step_that_broke_within_its_update(
     made = sections(tmp_path, **PPO, trainer__total_steps=4)
     trainer = PPOTrainer.from_config(OnPolicyRun.parse(made))
     trainer.run(num_steps=1)
-    trainer.parts.actor.loss = lambda outputs, columns: 1 / 0  # type: ignore[method-assign]
+    trainer.parts.roles.actor.loss = lambda outputs, columns: 1 / 0  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):
         trainer.run(num_steps=1)
     trainer.close()
@@ -219,7 +219,7 @@ def test_a_disk_too_small_for_any_checkpoint_is_found_before_the_first_step(
 
 
 def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
-    engine = PPOTrainer.from_config(OnPolicyRun.parse(sections(tmp_path))).parts.actor.engine
+    engine = PPOTrainer.from_config(OnPolicyRun.parse(sections(tmp_path))).parts.roles.actor.engine
     with pytest.raises(CheckpointError, match=r"no tensor of shape \[\d+, 16\] for 'model.embed_tokens.weight'"):
         engine.set_weights({})
 

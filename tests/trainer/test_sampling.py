@@ -33,7 +33,7 @@ def trainer_of(folder: Path, reward: Any = unequal_on_odd_rows, **changes: Any) 
 
 
 def sampled(trainer: PPOTrainer, drawn: Drawn | None = None, step: int = 1) -> Sampled:
-    trainer.parts.take_model()
+    trainer.parts.roles.take_model()
     return sample(trainer.parts, trainer.config.trainer, drawn or Drawn(), step=step, timer=PhaseTimer())
 
 
@@ -167,11 +167,11 @@ def test_a_step_with_nothing_to_learn_updates_nothing(
         "trainer__total_steps": 4, "actor__mini_batches_per_epoch": updates, "track": {"trackers": ["console"]},
     }  # fmt: skip
     with trainer_of(tmp_path, late, **changes) as trainer:
-        before = {name: tensor.clone() for name, tensor in trainer.parts.module.state_dict().items()}
+        before = {name: tensor.clone() for name, tensor in trainer.parts.roles.module.state_dict().items()}
         trainer.run(num_steps=2)
-        for name, tensor in trainer.parts.module.state_dict().items():
+        for name, tensor in trainer.parts.roles.module.state_dict().items():
             assert torch.equal(tensor, before[name]), name
-        assert not trainer.parts.actor.engine.optimizer.state
+        assert not trainer.parts.roles.actor.engine.optimizer.state
     with trainer_of(tmp_path, late, **changes) as trainer:
         assert trainer.drawn == Drawn(2, empty_steps=2)
         trainer.run()
@@ -229,8 +229,8 @@ def test_each_row_has_the_score_of_its_prompts_greedy_response(tmp_path: Path, g
 
 def greedy_by_hand(trainer: PPOTrainer, prompt_ids: Any) -> str:
     """The likeliest token, four times, by plain forward passes."""
-    plain = type(trainer.parts.module)(trainer.parts.module.config)
-    plain.load_state_dict(trainer.parts.module.state_dict())
+    plain = type(trainer.parts.roles.module)(trainer.parts.roles.module.config)
+    plain.load_state_dict(trainer.parts.roles.module.state_dict())
     plain.set_attn_implementation("eager")
     ids = list(prompt_ids)
     for _ in range(4):
@@ -252,7 +252,7 @@ def test_a_prompt_whose_greedy_response_cannot_be_scored_takes_no_part(tmp_path:
 
     changes = {"algorithm": "remax", "data__shuffle": False, "trainer__total_steps": 1}
     with trainer_of(tmp_path, fails_on_greedy, **changes) as trainer:
-        trainer.parts.take_model()
+        trainer.parts.roles.take_model()
         assert trainer.parts.greedy is not None
         row = trainer.parts.greedy.generate(trainer.parts.loader.batch(0), 0).rows[1]
         refused += [row["prompt"], row["response"]]

@@ -137,7 +137,7 @@ class WatchHealth(Callback):
         for sentence in self.watch.look(trainer.steps_done, metrics):
             log.warning(sentence)
         limit = trainer.config.trainer.max_skipped_in_a_row
-        for role in trainer.parts.trained_roles:
+        for role in trainer.parts.roles.trainable:
             if (skipped := metrics.get(f"{role.name}/skipped_in_a_row/max", 0.0)) >= limit:
                 key = _key(role)
                 raise NotFinite(
@@ -197,7 +197,7 @@ class SaveCheckpoints(Callback):
     def _problem(self, trainer: RunInProgress) -> str | None:
         """What is wrong with the weights as they are, if the step that followed or a micro-batch of the last one's rows
         shows it."""
-        for role in trainer.parts.trained_roles:
+        for role in trainer.parts.roles.trainable:
             if trainer.is_sound and _gives_numbers(role, self._learnt):
                 continue
             key = _key(role)

@@ -51,7 +51,8 @@ def train_run(config: Run) -> int:
             if not config.trainer.is_set("output_dir"):  # a new name for each start: nobody else is in it
                 shutil.rmtree(folder)
             raise
-        use_one_thread_where_more_would_wait(trainer.parts.device, trainer.parts.shape.active_parameters)
+        roles = trainer.parts.roles
+        use_one_thread_where_more_would_wait(roles.device, roles.shape.active_parameters)
         try:
             result: RunResult = trainer.run()
         finally:

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
-from transformers.utils.logging import disable_progress_bar
 
 from verl.common.errors import ConfigError
 from verl.data.examples import Answer, Example, ExampleDataset
 from verl.data.loader import Loader
 from verl.data.mismatch import with_mismatches
 from verl.models.loading import load_model_config, load_tokenizer, position_limits
-from verl.trainer.inputs import Given, check_vocabulary, loader_of, pick_device
+from verl.trainer.inputs import Given, check_vocabulary, loader_of
 from verl.trainer.offline_sections import OfflineRun
-from verl.trainer.parts import RunParts
-from verl.trainer.roles import Roles, build_roles, check_placement, controller_for
+from verl.trainer.parts import Roles, RunParts
+from verl.trainer.roles import build_roles, controller_for, recipe_of
 from verl.workers.mismatch import MismatchedKL
-from verl.workers.recipe import Recipe
 from verl.workers.starting_policy import StartingPolicy
 
 log = logging.getLogger(__name__)
@@ -49,7 +47,6 @@ class OfflineParts(RunParts):
     val: ExampleDataset | None
     loader: Loader[Example]
     starting_policy: StartingPolicy | None = None
-    passes: list[Any] = field(default_factory=list)
 
 
 def load_offline_inputs(config: OfflineRun, given: Given, load: LoadExamples) -> OfflineInputs:
@@ -71,53 +68,34 @@ def load_offline_inputs(config: OfflineRun, given: Given, load: LoadExamples) ->
 
 def assemble_offline(config: OfflineRun, given: Given, load: LoadExamples) -> OfflineParts:
     """Inputs, then the model: the cheap errors first."""
-    disable_progress_bar()  # transformers' own bars would tear the run's
-    check_placement(config, given.model)
-    device = pick_device(config.trainer.device)
-    with controller_for(config.placement) as controller:
+    with controller_for(config, given.model) as controller:
         inputs = load_offline_inputs(config, given, load)
-        recipe = Recipe(
-            model=config.model,
-            tokenizer=inputs.tokenizer,
-            algorithm=config.algorithm,
-            actor=config.actor,
-            reference=config.reference,
-            seed=config.trainer.seed,
-        )
-        return _parts(config, inputs, build_roles(config, given.model, recipe, device, controller))
+        recipe = recipe_of(config, inputs.tokenizer)
+        return _parts(config, inputs, build_roles(config, given.model, recipe, controller))
 
 
 def _parts(config: OfflineRun, inputs: OfflineInputs, roles: Roles) -> OfflineParts:
     """The roles with what the loop needs besides."""
-    needs, trainer = roles.algorithm.needs, config.trainer
-    train, val = inputs.train, inputs.val
+    actor, train, val = roles.actor, inputs.train, inputs.val
+    needs = actor.algorithm.needs
     if "kl_estimate" in needs:
-        limit = config.data.max_example_tokens
-        train = with_mismatches(train, trainer.seed, limit)
-        val = None if val is None else with_mismatches(val, trainer.seed, limit)
+        seed, limit = config.trainer.seed, config.data.max_example_tokens
+        train = with_mismatches(train, seed, limit)
+        val = None if val is None else with_mismatches(val, seed, limit)
     parts = OfflineParts(
-        device=roles.device,
-        module=roles.module,
+        roles=roles,
+        algorithm=actor.algorithm,
+        passes=[actor] if "old_log_probs" in needs else [],
         tokenizer=inputs.tokenizer,
         train=train,
         val=val,
         loader=loader_of(config, train),
-        algorithm=roles.algorithm,
-        actor=roles.actor,
-        shape=roles.shape,
-        compute=roles.compute,
-        own_attention=roles.own_attention,
-        controller=roles.controller,
-        groups=roles.groups,
-        tracers=roles.tracers,
     )
-    if "old_log_probs" in needs:
-        parts.passes.append(roles.actor)
     if "starting_policy" in needs:
-        parts.starting_policy = StartingPolicy(roles.actor.engine, trainer.output_dir / "reference")
+        parts.starting_policy = StartingPolicy(actor.engine, config.trainer.output_dir / "reference")
         parts.passes.append(parts.starting_policy)
         if "kl_estimate" in needs:
-            parts.passes.append(MismatchedKL(roles.actor.engine, parts.starting_policy))
+            parts.passes.append(MismatchedKL(actor.engine, parts.starting_policy))
     return parts
 
 

@@ -87,10 +87,10 @@ class OfflineTrainer(RunLoop[OfflineRunT, OfflineParts]):
         """As in RunLoop; what must be computed before the first update is."""
         parts = assemble_offline(config, given, partial(type(self).load, config))
         if parts.starting_policy is not None:
-            parts.take_model()
+            parts.roles.take_model()
             steps = config.trainer.total_steps or parts.loader.num_batches or len(parts.train)
             parts.starting_policy.prepare(answers_in(parts, steps))
-            parts.give_model_back()
+            parts.roles.give_model_back()
         return parts
 
     @property
@@ -135,10 +135,9 @@ class OfflineTrainer(RunLoop[OfflineRunT, OfflineParts]):
         return collate(self.parts.loader.batch(number - 1))
 
     def _measure(self, batch: Batch, timings: dict[str, float]) -> dict[str, float]:
-        parts = self.parts
-        (trained,) = parts.trained
+        roles, (trained,) = self.parts.roles, self.parts.trained
         seconds = timings[f"timing/update_{trained.name}_s"]
-        speed = training_speed(batch, seconds, parts.shape, trained.config.epochs_per_step, parts.compute)
+        speed = training_speed(batch, seconds, roles.shape, trained.config.epochs_per_step, roles.compute)
         tokens = float(batch.lengths("prompt_ids").sum() + batch.lengths("response_ids").sum())
         rate = {"perf/tokens": tokens, "perf/tokens_per_s": tokens / timings["timing/step_s"]}
         return {**describe_answers(batch), **rate, **speed}

@@ -139,9 +139,9 @@ class PPOTrainer(RunLoop[OnPolicyRun, Parts]):
         self.drawn = Drawn(**state["drawn"])
 
     def _measure(self, sampled: Sampled, timings: dict[str, float]) -> dict[str, float]:
-        parts, everything = self.parts, sampled.everything
-        passes = parts.actor.config.epochs_per_step
-        speed = throughput(everything, timings, parts.shape, passes, parts.compute, trained=sampled.batch)
+        roles, everything = self.parts.roles, sampled.everything
+        passes = roles.actor.config.epochs_per_step
+        speed = throughput(everything, timings, roles.shape, passes, roles.compute, trained=sampled.batch)
         version = {"rollout/policy_version": float(everything["policy_version"].max())}
         return {**describe_responses(everything), **version, **speed}
 

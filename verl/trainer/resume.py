@@ -68,7 +68,7 @@ def save(trainer: RunInProgress, background: Background) -> None:
     background.wait()
     needed = _least_bytes(parts)
     copied = config.trainer.async_save and _has_memory_for(needed // config.placement.nodes)
-    taken = {role.name: role.engine.snapshot(parts.tokenizer, copied=copied) for role in parts.trained_roles}
+    taken = {role.name: role.engine.snapshot(parts.tokenizer, copied=copied) for role in parts.roles.trainable}
     state: dict[str, JSON] = {
         **trainer.state_dict(),
         "algorithm": parts.algorithm.state_dict(),
@@ -118,7 +118,7 @@ def _store(trainer: RunInProgress) -> CheckpointStore:
 
 def _least_bytes(parts: RunParts) -> int:
     """What the tensors of a checkpoint take."""
-    return sum(role.engine.checkpoint_bytes() for role in parts.trained_roles)
+    return sum(role.engine.checkpoint_bytes() for role in parts.roles.trainable)
 
 
 def restore(trainer: RunInProgress) -> None:
@@ -136,7 +136,7 @@ def restore(trainer: RunInProgress) -> None:
     parts = trainer.parts
     if checkpoint.state["train_fingerprint"] != parts.train.fingerprint:
         log.warning("data.train holds other rows than when %s was saved: not the same curve", checkpoint.path)
-    for role in parts.trained_roles:
+    for role in parts.roles.trainable:
         role.engine.restore(checkpoint.part(role.name))
     parts.algorithm.load_state_dict(checkpoint.state["algorithm"])
     trainer.steps_done = checkpoint.step

@@ -10,14 +10,13 @@ import itertools
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from verl.algorithms.base import Algorithm
 from verl.common.errors import ConfigError
 from verl.common.files import folder_written_aside
 from verl.common.seeding import seed_everything
@@ -33,64 +32,31 @@ from verl.models.networks import PolicyNetwork
 from verl.models.precision import cast_parameters
 from verl.observe.flops import ModelShape
 from verl.trainer.base_sections import GIVEN, Run
+from verl.trainer.inputs import pick_device
 from verl.trainer.measures import Compute
-from verl.trainer.placement import PlacementConfig, launched_ranks, layout_of
+from verl.trainer.parts import Roles, Sampler
+from verl.trainer.placement import launched_ranks, layout_of
 from verl.trainer.reward_folder import NamedRewardModel
 from verl.workers.recipe import Recipe, learner
 from verl.workers.reference import BaseReference, Reference
 from verl.workers.remote import RemoteEngine, RemoteRollout, RemoteWeights
 from verl.workers.served import EngineWorker, RolloutWorker
 from verl.workers.tracer import Tracer
-from verl.workers.trained import Critic, TrainedRole
+from verl.workers.trained import Critic
 
 log = logging.getLogger(__name__)
 
 
-@dataclass
-class Sampler:
-    """What samples, for runs that do: a rollout engine, and the way of the actor's weights to it."""
-
-    engine: Any
-    weights: SharedWeights | RemoteWeights
-
-
-@dataclass
-class Roles:
-    """The roles that run models, wherever they are, and what comes with them."""
-
-    device: torch.device
-    module: PreTrainedModel | None
-    algorithm: Algorithm[Any]
-    actor: TrainedRole
-    critic: Critic | None
-    reference: Reference | None
-    sampler: Sampler | None
-    shape: ModelShape
-    compute: Compute
-    own_attention: str = ""
-    controller: Controller | None = None
-    groups: list[WorkerGroup] = field(default_factory=list)
-    tracers: list[WorkerGroup] = field(default_factory=list)
-
-
-def check_placement(config: Run, model: PreTrainedModel | None) -> None:
-    """Raise ConfigError for a model given as an object where workers would need it, MissingExtra for an adapter without
-    the package that makes it."""
-    if config.model.lora.is_on:
-        check_installed()
-    if config.placement.kind != "inprocess" and model is not None:
-        raise ConfigError(
-            f"a model given as an object can't go to the workers of placement.executor={config.placement.kind}: save "
-            "it with save_pretrained and give the folder, or set placement.executor=inprocess"
-        )
-
-
 @contextmanager
-def controller_for(placement: PlacementConfig) -> Iterator[Controller | None]:
+def controller_for(config: Run, model: PreTrainedModel | None) -> Iterator[Controller | None]:
     """The controller of a run on workers, None of one in this process; closed where the block raises.
 
-    It is made first of all: other ranks of torchrun wait for it, while data may take minutes.
+    It is made first of all: other ranks of torchrun wait for it, while data may take minutes. Raises ConfigError for a
+    device that isn't there and for a ``model`` given as an object where workers would need it, MissingExtra for an
+    adapter without the package that makes it.
     """
+    _check_placement(config, model)
+    placement = config.placement
     if placement.kind == "inprocess":
         yield None
         return
@@ -105,11 +71,33 @@ def controller_for(placement: PlacementConfig) -> Iterator[Controller | None]:
         on_error.pop_all()
 
 
+def _check_placement(config: Run, model: PreTrainedModel | None) -> None:
+    if config.model.lora.is_on:
+        check_installed()
+    if config.placement.kind != "inprocess" and model is not None:
+        raise ConfigError(
+            f"a model given as an object can't go to the workers of placement.executor={config.placement.kind}: save "
+            "it with save_pretrained and give the folder, or set placement.executor=inprocess"
+        )
+    pick_device(config.trainer.device)
+
+
+def recipe_of(config: Run, tokenizer: PreTrainedTokenizerBase) -> Recipe:
+    """What every run says of its models; one that samples adds to it."""
+    return Recipe(
+        model=config.model,
+        tokenizer=tokenizer,
+        algorithm=config.algorithm,
+        actor=config.actor,
+        reference=config.reference,
+        seed=config.trainer.seed,
+    )
+
+
 def build_roles(
     config: Run,
     model: PreTrainedModel | None,
     recipe: Recipe,
-    device: torch.device,
     controller: Controller | None,
     reward_model: NamedRewardModel | None = None,
 ) -> Roles:
@@ -119,7 +107,7 @@ def build_roles(
     kept = config.trainer.output_dir / "base"
     recipe = replace(recipe, base=_found_again(config.model.path) or str(kept))
     if controller is None:
-        roles = _roles_here(config, model, recipe, device)
+        roles = _roles_here(config, model, recipe)
     else:
         roles = _roles_on_workers(config, recipe, controller, reward_model)
     if config.model.lora.is_on and recipe.base == str(kept) and not kept.exists():
@@ -136,8 +124,9 @@ def _found_again(path: str | None) -> str | None:
     return str(folder.absolute()) if folder.is_dir() else path
 
 
-def _roles_here(config: Run, model: PreTrainedModel | None, recipe: Recipe, device: torch.device) -> Roles:
+def _roles_here(config: Run, model: PreTrainedModel | None, recipe: Recipe) -> Roles:
     """All roles in this process, the rollout on the very weights that the actor trains."""
+    device = pick_device(config.trainer.device)
     module = _policy_module(model, recipe, device)
     algorithm = recipe.make_algorithm(module.dtype)
     own_attention = "sdpa" if module.config._attn_implementation == ATTENTION else module.config._attn_implementation
@@ -161,7 +150,6 @@ def _roles_here(config: Run, model: PreTrainedModel | None, recipe: Recipe, devi
     return Roles(
         device=device,
         module=module,
-        algorithm=algorithm,
         actor=actor,
         critic=critic,
         reference=reference,
@@ -218,7 +206,6 @@ def _roles_on_workers(
     return Roles(
         device=torch.device("cpu"),
         module=None,
-        algorithm=algorithm,
         actor=actor,
         critic=critic,
         reference=reference,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from transformers.utils.logging import disable_progress_bar
 from typing_extensions import Self
 
 from verl.batch import Batch
@@ -111,6 +112,7 @@ class RunLoop(ABC, Generic[RunT, PartsT]):
         self.claim.take()
         self.config = config
         self.steps_done = 0
+        disable_progress_bar()  # transformers' own bars would tear the run's
         self.parts = self.assemble(config, given)
         self.is_whole = self.is_sound = True
         self.metrics: dict[str, float] = {}
@@ -151,7 +153,7 @@ class RunLoop(ABC, Generic[RunT, PartsT]):
                 made = self._sound_step(number, timer)
                 self.steps_done, self.is_whole = number, True
             timings = timer.result()
-            peak = {"perf/peak_memory_bytes": float(self.parts.peak_memory_bytes())}
+            peak = {"perf/peak_memory_bytes": float(self.parts.roles.peak_memory_bytes())}
             self.metrics = {**made.metrics, **timings, **made.measure(timings), **peak}
             for callback in self.callbacks:
                 callback.on_step(self, made.batch, self.metrics)
@@ -218,10 +220,10 @@ class RunLoop(ABC, Generic[RunT, PartsT]):
             return
         self.claim.take()
         self._is_started = True
-        self.parts.take_model()
-        profile, folder = self.config.profile, self.config.trainer.output_dir / "traces"
-        if self.parts.groups:
-            self.profiler = RemoteProfiler(self.parts.tracers, profile, self.last_step)
+        roles, profile, folder = self.parts.roles, self.config.profile, self.config.trainer.output_dir / "traces"
+        roles.take_model()
+        if roles.groups:
+            self.profiler = RemoteProfiler(roles.tracers, profile, self.last_step)
         else:
             self.profiler = StepProfiler(profile, folder, rank=0, total_steps=self.last_step)
         for callback in self.callbacks:
