@@ -1,7 +1,12 @@
+import copy
+import pickle
+from dataclasses import replace
+
 import pytest
 
+from verl.batch import FinishReason
 from verl.common.errors import ConfigError
-from verl.rollout.base import SamplingParams
+from verl.rollout.base import Response, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -42,3 +47,15 @@ def test_defaults_are_neutral() -> None:
 def test_lists_become_tuples_so_that_settings_can_be_compared() -> None:
     a = SamplingParams(max_new_tokens=3, stop=["x"], stop_token_ids=[4])  # type: ignore[arg-type]
     assert hash(a) == hash(SamplingParams(max_new_tokens=3, stop=("x",), stop_token_ids=(4,)))
+
+
+def test_a_response_passes_between_processes_as_it_is() -> None:
+    response = Response(
+        response_ids=[5, 151_935], log_probs=[-0.1, float("-inf")], finish_reason=FinishReason.LENGTH, policy_version=2,
+        policy_versions=[2, 3],
+    )  # fmt: skip
+    back = pickle.loads(pickle.dumps(response))
+    assert back == response and copy.deepcopy(response) == response
+    assert [type(back.response_ids[0]), type(back.log_probs[0]), type(back.finish_reason)] == [int, float, FinishReason]
+    long = replace(response, response_ids=[1] * 1000, log_probs=[-1.5] * 1000, policy_versions=[2] * 1000)
+    assert len(pickle.dumps(long)) < 3 * 8 * 1000 + 1000

@@ -6,9 +6,10 @@ An engine knows token ids, sampling settings and weights. It knows nothing of re
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -88,6 +89,23 @@ class Response:
     finish_reason: FinishReason
     policy_version: int
     policy_versions: list[int]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Between processes numbers go as arrays: as lists, every one of them would be pickled by itself."""
+        ids, log_probs = array("q", self.response_ids), array("d", self.log_probs)
+        return _response, (ids, log_probs, self.finish_reason, self.policy_version, array("q", self.policy_versions))
+
+
+def _response(
+    ids: array[int], log_probs: array[float], reason: FinishReason, oldest: int, all_: array[int]
+) -> Response:
+    return Response(
+        response_ids=ids.tolist(),
+        log_probs=log_probs.tolist(),
+        finish_reason=reason,
+        policy_version=oldest,
+        policy_versions=all_.tolist(),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
