@@ -72,7 +72,7 @@ class Run:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Any:
-    before = set(os.listdir(SHARED_MEMORY)) if SHARED_MEMORY.is_dir() else set()
+    before = shared_memory()
     started: list[Run] = []
 
     def begin(**changes: Any) -> Run:
@@ -90,8 +90,14 @@ def start(tmp_path: Path) -> Any:
     for run in started:
         run.process.kill()
         run.process.wait()
-    if SHARED_MEMORY.is_dir():
-        assert set(os.listdir(SHARED_MEMORY)) <= before
+    deadline = time.monotonic() + 20  # what another program makes meanwhile goes by itself
+    while (left := shared_memory() - before) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not left
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir(SHARED_MEMORY)) if SHARED_MEMORY.is_dir() else set()
 
 
 def assert_goes_on(folder: Path, **changes: Any) -> None:

@@ -82,10 +82,13 @@ class ShardedNetwork:
         """
         for unit, run in groupby(names, key=lambda name: self._unit_of[self._owner(name)]):
             unit.unshard()
-            for name in run:
-                parameter = self.module.get_parameter(name).detach()
-                yield name, (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).clone()
-            unit.reshard()
+            whole = [(name, self._copy(name)) for name in run]
+            unit.reshard()  # before the caller has one and goes no further: gathered weights would grow stale
+            yield from whole
+
+    def _copy(self, name: str) -> Tensor:
+        gathered = self.module.get_parameter(name).detach()
+        return (gathered.full_tensor() if isinstance(gathered, DTensor) else gathered).clone()
 
     def _owner(self, name: str) -> nn.Module:
         return self.module.get_submodule(name.rpartition(".")[0])
