@@ -69,7 +69,7 @@ class TrainedConfig(EngineConfig):
     """Keep only layer inputs for the backward pass and compute the rest again: less memory, a third more compute."""
     compile: bool = False
     """Run decoder layers through torch.compile, which fuses norms, rotary and activations: faster steps, after a first
-    one that takes a minute longer. Needs a C++ compiler."""
+    one that takes some tens of seconds longer. Needs a C++ compiler."""
     reshard_after_forward: bool = True
     """Over several ranks: free a layer's gathered weights after each use. False keeps them for a whole update, and
     reduces gradients once at its end: less communication, more memory."""
