@@ -9,7 +9,7 @@ from tests.tiny import word_tokenizer
 from verl.common.errors import ConfigError, DataError
 from verl.data.chat import encode_prompt
 from verl.data.config import DataConfig
-from verl.data.supervision import AnswerCut, Supervised, supervise
+from verl.data.supervision import Supervised, supervise
 
 CONFIG = DataConfig()
 HI = {"role": "user", "content": "hi"}
@@ -131,20 +131,6 @@ def test_what_follows_the_end_token_is_not_learned():
 def test_an_answer_that_melts_into_the_prompt_is_refused():
     with pytest.raises(DataError, match=r"make one token together.*remove white space"):
         supervise(chatml_tokenizer(), [HI], CONFIG, answer="\n\nyes")
-
-
-@pytest.mark.parametrize(("limit", "expected"), [(6, [20, 21, 2]), (5, [20, 21]), (4, [20]), (100, [20, 21, 2])])
-def test_a_cut_answer_keeps_what_is_left(limit, expected):
-    tokenizer = word_tokenizer(add_bos=False, chat_template=False)
-    example = supervise(tokenizer, "w10 w11 w12", CONFIG, answer="w20 w21", max_tokens=limit)
-    assert learned(example) == expected and len(example.input_ids) == min(limit, 6)
-
-
-@pytest.mark.parametrize("limit", [1, 3])
-def test_an_answer_that_is_cut_away_is_refused(limit):
-    tokenizer = word_tokenizer(add_bos=False, chat_template=False)
-    with pytest.raises(AnswerCut, match=f"begins at token 3, beyond the limit of {limit}"):
-        supervise(tokenizer, "w10 w11 w12", CONFIG, answer="w20", max_tokens=limit)
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused():

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from tests.tiny import tiny_model, word_tokenizer
 from tests.trainer.runs import SCRATCH, checkpoints_of, metrics_of, write_jsonl
 from verl.common.errors import ConfigError, DataError, RunIncomplete, StaleWeights
+from verl.models.loading import character_tokenizer
 from verl.trainer.launch import plan, train_run
 from verl.trainer.offline_sections import PreferenceRun
 from verl.trainer.preference_trainer import PreferenceTrainer
@@ -140,6 +141,20 @@ def test_a_model_given_as_an_object_is_trained_in_place_and_given_back(tmp_path:
     trainer.close()
     assert module.config._attn_implementation == attention
     assert not torch.equal(before, module.lm_head.weight)
+
+
+def test_a_start_that_fails_gives_the_model_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    own = model.config._attn_implementation
+
+    def fail(self: StartingPolicy, answers: Any) -> None:
+        assert model.config._attn_implementation == "verl"
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(StartingPolicy, "prepare", fail)
+    with pytest.raises(OSError, match="full"):
+        PreferenceTrainer(**{**sections(tmp_path), "model": model, "tokenizer": character_tokenizer("0123456789+=")})
+    assert model.config._attn_implementation == own
 
 
 def test_an_object_in_another_type_keeps_its_rotary_frequencies(tmp_path: Path) -> None:

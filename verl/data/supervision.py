@@ -42,27 +42,21 @@ class Supervised:
     labels_mask: tuple[bool, ...]
 
 
-class AnswerCut(DataError):
-    """An example whose answer lies beyond the length limit, so that nothing of it could be learned."""
-
-
 def supervise(
     tokenizer: PreTrainedTokenizerBase,
     prompt: str | Sequence[Message],
     config: DataConfig,
     *,
     answer: str | None = None,
-    max_tokens: int | None = None,
 ) -> Supervised:
     """Ids and mask of one example.
 
     prompt      a prompt as for ``encode_prompt``, with ``answer``; or messages with assistant turns, without
     answer      the one response. Plain text is ended with EOS; a chat template ends it its own way
-    max_tokens  keep only the first so many ids; an answer that is cut keeps what is left of it, without an end
     Without ``{% generation %}`` blocks in the template, what comes before an answer is checked to be what
     ``encode_prompt`` makes of it, so that SFT and rollout see the same ids.
-    Raises AnswerCut when no answer token is within ``max_tokens``; DataError when there is no answer, or the chat
-    template renders a conversation's beginning differently from the whole and marks no ``{% generation %}`` block.
+    Raises DataError when there is no answer, or the chat template renders a conversation's beginning differently from
+    the whole and marks no ``{% generation %}`` block.
     """
     is_chat = uses_chat(tokenizer, prompt, config)
     messages = _with_answer(prompt, answer, config)
@@ -75,9 +69,7 @@ def supervise(
     mask[:1] = [False] * len(mask[:1])
     if not any(mask):
         raise DataError("no token of an answer: the example would teach nothing")
-    if max_tokens is not None and not any(mask[:max_tokens]):
-        raise AnswerCut(f"the answer begins at token {mask.index(True)}, beyond the limit of {max_tokens}")
-    return Supervised(tuple(ids[:max_tokens]), tuple(mask[:max_tokens]))
+    return Supervised(tuple(ids), tuple(mask))
 
 
 def _with_answer(prompt: str | Sequence[Message], answer: str | None, config: DataConfig) -> list[Message]:

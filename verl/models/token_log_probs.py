@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,36 +76,12 @@ class _TokenLogProbs(torch.autograd.Function):
         return None, None, None, hidden_grad, *(s.to(p.dtype) for s, p in zip(sums, head, strict=True))
 
 
-class _Ways(Protocol):
-    """From hidden states to the numbers of each token and back."""
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [M, C] to [M, V]: what the other two take, with a gradient."""
-        ...
-
-    def statistics(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-prob, entropy and log-sum-exp."""
-        ...
-
-    def gradient(
-        self,
-        logits: Tensor,
-        targets: Tensor,
-        entropy: Tensor,
-        log_sum: Tensor,
-        to_log_prob: Tensor | None,
-        to_entropy: Tensor | None,
-    ) -> Tensor:
-        """[M, V] with respect to ``logits``; None stands for no gradient."""
-        ...
-
-
 def _has_kernels(hidden: Tensor) -> bool:
     return hidden.is_cuda and importlib.util.find_spec("triton") is not None
 
 
 class _Fused:
-    """The kernels, on what the head gives."""
+    """As ``_Plain``, by kernels on what the head gives."""
 
     def __init__(self, lm: CausalLM, temperature: float) -> None:
         from verl.models import log_prob_kernels
@@ -117,12 +93,16 @@ class _Fused:
 
 
 class _Plain:
-    """torch, on float32 logits; their log-sum-exp is of no use to it."""
+    """From hidden states to logits [M, V], from those to the numbers of each token, and the gradient's way back.
+
+    By torch, on float32 logits; their log-sum-exp, which the kernels need again, is of no use to it.
+    """
 
     def __init__(self, lm: CausalLM, temperature: float) -> None:
         self.logits, self._temperature = lm.logits, temperature
 
     def statistics(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-prob, entropy and log-sum-exp, [M] each."""
         all_log_probs = _tempered(logits, self._temperature).log_softmax(-1)
         log_probs = all_log_probs.gather(-1, targets[:, None])[:, 0]
         return log_probs, -_row_dot(all_log_probs.exp(), all_log_probs), torch.empty_like(log_probs)
@@ -136,6 +116,7 @@ class _Plain:
         to_log_prob: Tensor | None,
         to_entropy: Tensor | None,
     ) -> Tensor:
+        """[M, V] with respect to ``logits``; None stands for no gradient."""
         grad = _logits_grad(  # no name for the log-probs here: they would stand beside what is made of them
             _tempered(logits, self._temperature).log_softmax(-1), targets, to_log_prob, to_entropy, entropy
         )

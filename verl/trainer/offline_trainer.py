@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -86,11 +87,15 @@ class OfflineTrainer(RunLoop[OfflineRunT, OfflineParts]):
     def assemble(self, config: OfflineRunT, given: Given) -> OfflineParts:
         """As in RunLoop; what must be computed before the first update is."""
         parts = assemble_offline(config, given, partial(type(self).load, config))
-        if parts.starting_policy is not None:
+        if parts.starting_policy is None:
+            return parts
+        with ExitStack() as undo:
+            undo.callback(parts.close)
             parts.roles.take_model()
             steps = config.trainer.total_steps or parts.loader.num_batches or len(parts.train)
             parts.starting_policy.prepare(answers_in(parts, steps))
             parts.roles.give_model_back()
+            undo.pop_all()
         return parts
 
     @property
