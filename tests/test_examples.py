@@ -18,7 +18,7 @@ from verl.algorithms import ALGORITHMS
 from verl.cli import app
 from verl.common.errors import VerlError
 from verl.config import load_config, recipes
-from verl.engines.checkpoint_parts import save_model
+from verl.engines.saved_model import save_model
 from verl.models.causal_lm import CausalLM
 from verl.models.loading import character_tokenizer
 from verl.models.networks import ScoreNetwork

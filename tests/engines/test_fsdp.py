@@ -18,9 +18,9 @@ from tests.tiny import tiny_model
 from verl.algorithms.base import Loss
 from verl.batch import Batch
 from verl.engines.base import Engine, TrainingEngine
-from verl.engines.checkpoint_parts import load_optimizer, save_optimizer
 from verl.engines.config import EngineConfig, OptimConfig, TrainedConfig
 from verl.engines.mesh import Mesh, ParallelConfig
+from verl.engines.saved_optimizer import load_optimizer, save_optimizer
 from verl.models.causal_lm import CausalLM
 from verl.models.networks import PolicyNetwork
 from verl.observe.communication import CommunicationRecorder

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.tiny import tiny_model
-from verl.engines.checkpoint_parts import save_model
+from verl.engines.saved_model import save_model
 from verl.models.linear_groups import LinearGroup, shared_inputs
 
 

@@ -8,8 +8,8 @@ import torch
 from tests.batches import sampled_batch
 from tests.tiny import tiny_model
 from verl.common.errors import UnsupportedModel
-from verl.engines.checkpoint_parts import save_model
 from verl.engines.packing import pack
+from verl.engines.saved_model import save_model
 from verl.models.causal_lm import CausalLM
 from verl.models.networks import PolicyNetwork, ScoreNetwork, ValueNetwork
 from verl.models.token_log_probs import log_probs_and_entropy

@@ -296,7 +296,7 @@ import torch
 from safetensors.torch import save_file
 from verl.common.errors import CheckpointError
 from verl.trainer.checkpoint import CheckpointStore
-from verl.engines.checkpoint_parts import save_optimizer
+from verl.engines.saved_optimizer import save_optimizer
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 store = CheckpointStore(Path(sys.argv[1]))
 store.save(2, {"a": lambda f: (f / "data").write_text("good")}, {})

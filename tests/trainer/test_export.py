@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.tiny import tiny_folder, tiny_model, word_tokenizer
 from verl.common.errors import CheckpointError, ConfigError
-from verl.engines.checkpoint_parts import save_model
+from verl.engines.saved_model import save_model
 from verl.models.causal_lm import CausalLM
 from verl.models.networks import ScoreNetwork
 from verl.trainer.checkpoint import CheckpointStore

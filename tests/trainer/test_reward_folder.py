@@ -7,7 +7,7 @@ import torch
 
 from tests.tiny import tiny_folder, tiny_model, word_tokenizer
 from verl.common.errors import DataError, UnsupportedModel
-from verl.engines.checkpoint_parts import save_model
+from verl.engines.saved_model import save_model
 from verl.models.causal_lm import CausalLM
 from verl.models.networks import ScoreNetwork
 from verl.rewards.base import RewardItem

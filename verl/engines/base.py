@@ -22,13 +22,14 @@ from verl.algorithms.base import Loss
 from verl.batch import FIELDS, Batch, pad_rows
 from verl.common.errors import CheckpointError, ConfigError
 from verl.common.transfer import to_device
-from verl.engines.checkpoint_parts import buffers_of, load_optimizer, load_weights, optimizer_state, save_base
 from verl.engines.config import EngineConfig, TrainedConfig
 from verl.engines.fsdp import holders, local_part, sliced_like
 from verl.engines.mesh import Mesh
 from verl.engines.offload import MomentsOnCPU
 from verl.engines.packing import cut_by_tokens, cut_into, kept_together, pack, rows_of, unit_lengths
 from verl.engines.parallel import parallelize
+from verl.engines.saved_model import buffers_of, load_weights, save_base
+from verl.engines.saved_optimizer import load_optimizer, optimizer_state
 from verl.engines.snapshot import MODEL, OPTIMIZER, Snapshot, kept_on_first_rank, writers_group
 from verl.models.compiled import CompiledLayers
 from verl.models.lora import has_adapter

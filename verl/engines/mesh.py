@@ -162,3 +162,8 @@ def data_parallel_size(config: ParallelConfig, world_size: int) -> int:
             "or launch a multiple"
         )
     return world_size // config.ranks_per_model
+
+
+def is_first_rank() -> bool:
+    """Whether this process writes what all ranks hold alike."""
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0

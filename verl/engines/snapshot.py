@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from verl.engines.checkpoint_parts import OptimizerState, is_first_rank, save_weights, write_optimizer
+from verl.engines.mesh import is_first_rank
+from verl.engines.saved_model import save_weights
+from verl.engines.saved_optimizer import OptimizerState, write_optimizer
 from verl.models.networks import Network
 
 MODEL, OPTIMIZER = "model", "optimizer"

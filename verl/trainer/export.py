@@ -73,7 +73,7 @@ def _export_merged(adapter: Path, target: Path, dtype: str | None) -> Path:
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
     from transformers.utils.logging import disable_progress_bar
 
-    from verl.engines.checkpoint_parts import save_model
+    from verl.engines.saved_model import save_model
     from verl.models.lora import is_classifier, load_adapter, load_merged
 
     disable_progress_bar()
@@ -134,7 +134,7 @@ def _convert(source: Path, target: Path, dtype: str) -> None:
     from safetensors import safe_open
     from safetensors.torch import save_file
 
-    from verl.engines.checkpoint_parts import clean_config, converted
+    from verl.engines.saved_model import clean_config, converted
 
     kind: torch.dtype = getattr(torch, dtype)
     if source.name == "config.json":

@@ -23,8 +23,7 @@ from verl.common.errors import StaleWeights
 from verl.common.seeding import seed_everything
 from verl.controller import Place, broadcast, dispatch, gather, join, joint, split_first, split_rows
 from verl.engines.base import TrainingEngine
-from verl.engines.checkpoint_parts import is_first_rank
-from verl.engines.mesh import Mesh
+from verl.engines.mesh import Mesh, is_first_rank
 from verl.engines.snapshot import Snapshot
 from verl.models.causal_lm import CausalLM
 from verl.observe.memory import peak_memory_bytes, reset_peak_memory
