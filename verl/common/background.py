@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from verl.common.waiting import all_done
+
 
 class Background:
     """Runs a task beside the caller. A program that ends waits for it; one that is killed doesn't.
@@ -36,6 +38,6 @@ class Background:
     def wait(self) -> None:
         """Wait for the task to end. Raises what it raised, once."""
         if self._task is not None:
-            self._task.exception()
+            all_done([self._task])
             ended, self._task = self._task, None
             ended.result()

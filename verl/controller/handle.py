@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 from concurrent.futures import Future
 from typing import Any, NoReturn
 
+from verl.common.waiting import all_done
 from verl.controller.results import Result
 
 
@@ -53,7 +53,6 @@ class Handle:
 
     def result(self, timeout: float | None = None) -> Result:
         """The description of the value; see ``get`` for what it raises."""
-        try:
-            return self._future.result(timeout)
-        except concurrent.futures.TimeoutError:
-            raise TimeoutError(f"{self._call} isn't done after {timeout:g} s") from None
+        if not all_done([self._future], timeout):
+            raise TimeoutError(f"{self._call} isn't done after {timeout:g} s")
+        return self._future.result()

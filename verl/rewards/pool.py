@@ -26,6 +26,7 @@ from typing import Any
 import cloudpickle
 
 from verl.common.errors import ConfigError, RewardError
+from verl.common.waiting import result_of
 from verl.rewards.base import RewardResult, failed
 from verl.rewards.worker import BROKEN, STARTED
 
@@ -202,7 +203,7 @@ class WorkerPool:
     def start(self) -> None:
         """Start the workers and wait for the first. Raises ConfigError when the function can't be loaded."""
         self._start_threads()
-        self._shared.ready.result()
+        result_of(self._shared.ready)
 
     def submit(self, fields: bytes) -> Future[RewardResult]:
         """Queue one item: pickled arguments by name."""

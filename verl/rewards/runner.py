@@ -18,6 +18,7 @@ from typing import Any
 import cloudpickle
 
 from verl.common.errors import ConfigError, RewardError, UnknownName, WorkerError
+from verl.common.waiting import result_of
 from verl.rewards import REWARDS
 from verl.rewards.base import LoadsFirst, RewardItem, RewardResult, ScoresItems, as_result, failed
 from verl.rewards.calling import FileFunction, ModuleFunction, bind, describe, find
@@ -148,7 +149,7 @@ class RewardRunner:
         try:
             for item in items:
                 waiting.append(self._submit(pool, item))
-            results = [future.result() for _, future in waiting]
+            results = [result_of(future) for _, future in waiting]
         except BaseException:
             for _, future in waiting:
                 future.cancel()
