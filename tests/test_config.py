@@ -311,3 +311,18 @@ def test_the_config_of_a_run_on_objects_says_what_to_name(tmp_path: Path) -> Non
     path = file_of(tmp_path)
     said = problem(path, "model.path='(given in Python)'", "data.train='(given in Python)'")
     assert "model.path, data.train was an object in the Python program" in said
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("trainer=[1]", r"trainer takes keys, such as trainer\.\w+=\.\., got the list \[1\]"),
+        ("actor.optim=[1]", r"actor\.optim takes keys, such as actor\.optim\.lr=\.\., got the list \[1\]"),
+        ("rollout.stop={a: 1}", r"rollout\.stop takes a list, such as rollout\.stop=\['x'\], got keys: \{'a': 1\}"),
+    ],
+)
+def test_a_list_in_the_place_of_keys_is_named(tmp_path: Path, word: str, said: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("trainer: {seed: 1}\nactor: {optim: {lr: 0.1}}\nrollout: {stop: [x]}\n")
+    with pytest.raises(ConfigError, match=said):
+        load_config(str(file), [word])

@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf import __version__ as omegaconf_version
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -95,7 +95,24 @@ def read_sections(source: str | Path, overrides: Sequence[str] = ()) -> dict[str
         plain: Any = OmegaConf.to_container(OmegaConf.merge(loaded, given), resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{origin}: {error}") from error
+    except TypeError:
+        raise ConfigError(f"{origin}: {_unlike(loaded, given)}") from None
     return {str(name): value if value is not None else {} for name, value in plain.items()}
+
+
+def _unlike(loaded: DictConfig, given: DictConfig, above: str = "") -> str:
+    """The first key where one has keys and the other a list, which can't be merged."""
+    for name in given:
+        key, ours, theirs = above + str(name), loaded.get(name), given.get(name)
+        if isinstance(ours, DictConfig) and isinstance(theirs, DictConfig):
+            if found := _unlike(ours, theirs, f"{key}."):
+                return found
+        elif isinstance(ours, DictConfig) and isinstance(theirs, ListConfig):
+            first = str(next(iter(ours), "name"))
+            return f"{key} takes keys, such as {key}.{first}=.., got the list {theirs}"
+        elif isinstance(ours, ListConfig) and isinstance(theirs, DictConfig):
+            return f"{key} takes a list, such as {key}={ours}, got keys: {theirs}"
+    return ""
 
 
 def recipes() -> dict[str, Path]:

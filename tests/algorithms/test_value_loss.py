@@ -21,3 +21,10 @@ def test_by_hand(value, old, target, clip, loss, gradient, is_clipped):
     near(got.detach(), [[loss]])
     near(torch.autograd.grad(got.sum(), v)[0], [[gradient]])
     assert bool(clipped) == is_clipped
+
+
+def test_rounding_is_no_clip() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values, old, returns = torch.randn(3, 1000, 7, generator=generator)
+    _, is_clipped = clipped_value_loss(values, old, returns, 1000.0)
+    assert not is_clipped.any()

@@ -17,6 +17,7 @@ from tests.trainer.rewards import digits
 from tests.trainer.runs import REWARDS, checkpoints_of, environment, metrics_of, prompts, rollouts_of, sections
 from verl.common.errors import ConfigError, DataError, RewardError, RunIncomplete, StaleWeights
 from verl.rewards.base import RewardItem
+from verl.trainer.families import run_class
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.reward_model import RewardModel
 from verl.trainer.sections import OnPolicyRun
@@ -362,3 +363,9 @@ def test_prompts_are_the_rows_of_the_file(tmp_path: Path) -> None:
         for row in rows:
             assert row["prompt"] == prompts(8)[row["row_id"]]["prompt"]
             assert row["ground_truth"] == str(row["row_id"])
+
+
+def test_a_config_of_another_family_is_named() -> None:
+    config = run_class("sft").parse({"model": {"path": "m"}, "data": {"train": "d"}, "algorithm": "sft"})
+    with pytest.raises(ConfigError, match=r"'sft' is of the family 'supervised', and PPOTrainer is for 'on_policy'"):
+        PPOTrainer.from_config(config)

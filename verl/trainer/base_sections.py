@@ -41,7 +41,7 @@ class BaseTrainerConfig(Section):
 
     output_dir: Path = Field(default_factory=lambda: Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S-%f}")
     """The run directory: config, metrics, samples, checkpoints, traces, logs. Default: `runs/` and the time."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**63)
     """Every random draw of the run follows from it."""
     device: str = "auto"
     """auto (a CUDA device if there is one), cpu, cuda or cuda:N. Of workers the kind: auto (CUDA if there is one for

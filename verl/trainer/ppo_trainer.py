@@ -47,6 +47,8 @@ class PPOTrainer(RunLoop[OnPolicyRun, Parts]):
     Raises ConfigError or DataError for anything wrong before a model is loaded, where it can be known by then.
     """
 
+    Run = OnPolicyRun
+
     def __init__(
         self,
         model: Any,

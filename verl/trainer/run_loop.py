@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from transformers.utils.logging import disable_progress_bar
 from typing_extensions import Self
@@ -19,7 +19,7 @@ from verl.batch import Batch
 from verl.common.errors import ConfigError, NotFinite, RunIncomplete, StaleWeights
 from verl.observe.metrics import PhaseTimer
 from verl.observe.profiler import ProfileConfig, StepProfiler
-from verl.trainer.base_sections import Run
+from verl.trainer.base_sections import Run as AnyRun
 from verl.trainer.callbacks import Callback, default_callbacks
 from verl.trainer.inputs import Given
 from verl.trainer.interrupts import Interrupted, Interrupts
@@ -31,7 +31,7 @@ from verl.workers.tracer import RemoteProfiler
 
 log = logging.getLogger(__name__)
 
-RunT = TypeVar("RunT", bound=Run)
+RunT = TypeVar("RunT", bound=AnyRun)
 PartsT = TypeVar("PartsT", bound=RunParts)
 
 
@@ -61,12 +61,22 @@ class Made:
 class RunLoop(ABC, Generic[RunT, PartsT]):
     """The frame of a trainer: it makes steps until there are enough, and can stop and go on at any of them."""
 
+    Run: ClassVar[type[AnyRun]]
+    """The sections of its runs."""
     config: RunT
     parts: PartsT
 
     @classmethod
     def from_config(cls, config: RunT, callbacks: list[Callback] | None = None) -> Self:
-        """The trainer of an already validated config; under torchrun as the constructor."""
+        """The trainer of an already validated config; under torchrun as the constructor.
+
+        Raises ConfigError for a config of another family of algorithms.
+        """
+        if not isinstance(config, cls.Run):
+            raise ConfigError(
+                f"algorithm.name={config.algorithm.name!r} is of the family {config.family!r}, and {cls.__name__} is "
+                f"for {cls.Run.family!r}: use the trainer of that family, or verl train, which picks it"
+            )
         serve_rank_0()
         trainer = cls.__new__(cls)
         trainer._set_up(config, Given(), callbacks)
