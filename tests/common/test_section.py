@@ -144,6 +144,9 @@ def test_message_names_key_value_and_way_out() -> None:
         "key: takes a number, but got the boolean True (YAML reads on, off, yes and no as booleans: quote text)"
     )
     assert read(str, 1.5) == "key: takes text, but got the float 1.5: put it in quotes"
+    assert read(str, {"Q": 1}) == (
+        "key: takes text, but got {'Q': 1} (YAML reads text with a colon as keys: put it in quotes)"
+    )
 
 
 class Named(Section):
