@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import verl
-from tests.processes import is_gone
+from tests.processes import files_of_at_most, is_gone
 from tests.rollout.engines import greedy
 from tests.tiny import tiny_folder, tiny_model, word_tokenizer
 from tests.trainer.runs import REWARDS, checkpoints_of, config_file, metrics_of, prompts, write_jsonl
@@ -353,6 +353,33 @@ def test_eval(tmp_path: Path, command: Command, model: Path) -> None:
     assert "failed on all 10" in refused(command, *words, "--reward", f"{REWARDS}:boom")
 
 
+def test_responses_that_do_not_fit_on_the_disk(tmp_path: Path, command: Command, model: Path) -> None:
+    data = write_jsonl(tmp_path / "d.jsonl", [{"prompt": "w9 w8", "ground_truth": "w7"}] * 9)
+    out = tmp_path / "out.jsonl"
+    (tmp_path / "full").symlink_to("/dev/full")
+    words = ["--model", model, "--max-new-tokens", 3, "--device", "cpu"]
+    scoring = ["eval", *words, "--data", data, "--reward", "exact", "--json", "--out"]
+    out.write_text("as it was")
+    with files_of_at_most(500):
+        said = refused(command, "generate", *words, "--prompts", data, "--out", out)
+        code, metrics, errors = command(*scoring, out)
+    assert f"--out '{out}' can't be written" in said and said.count("\n") == 1
+    assert code == 1 and json.loads(metrics)["rows"] == 9
+    assert errors.splitlines()[-1].startswith(f"error: --out '{out}' can't be written")
+    assert out.read_text() == "as it was" and not list(tmp_path.glob(".*"))
+    code, metrics, errors = command(*scoring, tmp_path / "full")
+    assert code == 1 and json.loads(metrics)["rows"] == 9 and "No space left" in errors
+
+
+@pytest.mark.parametrize("out", ["/proc/o", "/proc/x/o"])
+def test_a_folder_that_takes_no_file_is_found_before_the_model_is_loaded(
+    tmp_path: Path, command: Command, out: str
+) -> None:
+    words = ["--model", "/no/model", "--out", out]
+    assert f"--out '{out}' can't be written" in refused(command, "eval", *words, "--data", "x", "--reward", "exact")
+    assert f"--out '{out}' can't be written" in refused(command, "generate", *words, "--prompts", tmp_path / "x")
+
+
 def test_the_input_is_looked_at_before_the_model_is_loaded(tmp_path: Path, command: Command) -> None:
     folder = tiny_folder(tmp_path / "model")
     (folder / "model.safetensors").unlink()
@@ -437,6 +464,22 @@ def test_a_report_draws_where_it_is_told_to(tmp_path: Path, two_runs: list[Path]
     assert [path.name for path in two_runs[0].iterdir()] == ["metrics.jsonl"]
     command("report", two_runs[0] / "metrics.jsonl")
     assert (two_runs[0] / "reward.png").exists()
+
+
+def test_a_picture_that_cant_be_written(tmp_path: Path, two_runs: list[Path], command: Command) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "both.png"
+    picture.write_text("as it was")
+    with files_of_at_most(1000):
+        said = refused(command, "report", *two_runs, "--png", picture)
+        code, text, errors = command("report", two_runs[0])
+    assert f"--png '{picture}' can't be written" in said and said.count("\n") == 1
+    assert picture.read_text() == "as it was" and not list(tmp_path.glob(".*"))
+    assert code == 0 and "reward/score/mean" in text and "Traceback" not in errors
+    assert not (two_runs[0] / "reward.png").exists()
+    for name in ("c.jpg", "c", "new/c.svg"):
+        assert "must end in .png" in refused(command, "report", *two_runs, "--png", tmp_path / name)
+    assert not (tmp_path / "new").exists() and not (tmp_path / "c.jpg").exists()
 
 
 def test_a_report_that_is_refused_prints_nothing_else(

@@ -80,7 +80,8 @@ def generate(
 ) -> None:
     """Sample responses to a file of prompts."""
     from verl.rollout.base import SamplingParams
-    from verl.trainer.inference import generate_file, load_sampler, prepare_output
+    from verl.trainer.inference import generate_file, load_sampler
+    from verl.trainer.output import prepare_output
 
     prepare_output(out, prompts)
     sampling = SamplingParams(
@@ -122,9 +123,9 @@ def evaluate(
     """Accuracy and pass@k of a model on a data set."""
     from verl.rewards.config import RewardConfig
     from verl.rollout.base import SamplingParams
-    from verl.trainer.callbacks import write_rows
-    from verl.trainer.inference import data_config, evaluate_model, load_sampler, prepare_output, summary_lines
+    from verl.trainer.inference import data_config, evaluate_model, load_sampler, summary_lines
     from verl.trainer.inputs import reward_keys
+    from verl.trainer.output import json_lines, prepare_output, write_output
 
     scorer = RewardConfig.parse(reward_keys(reward), "reward")
     if out is not None:
@@ -134,9 +135,9 @@ def evaluate(
     keys = {"max_train_rows": max_rows, "system_prompt": system_prompt, "prompt_template": prompt_template}
     source = data_config(sampler, data, sampling, prompt_key, ground_truth_key, **keys)
     found = evaluate_model(sampler, source, scorer, sampling, num_samples=num_samples, seed=seed, passing=passing)
-    if out is not None:
-        write_rows(out, found.rows)
     typer.echo(json.dumps(found.metrics) if as_json else "\n".join(summary_lines(found)))
+    if out is not None:
+        write_output(out, "".join(json_lines(found.rows)))
 
 
 @app.command()

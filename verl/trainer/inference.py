@@ -5,13 +5,11 @@ The same data path, rollout engine, rewards and validation as in training, witho
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -19,7 +17,6 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from verl.common.errors import ConfigError, DataError
-from verl.common.files import write_text
 from verl.common.seeding import derive_seed, seed_everything
 from verl.data.config import DataConfig
 from verl.data.prompts import PromptDataset, load_prompts
@@ -38,6 +35,7 @@ from verl.rewards.runner import RewardRunner
 from verl.rollout import ROLLOUT_ENGINES
 from verl.rollout.base import Request, RolloutEngine, SamplingParams
 from verl.trainer.inputs import pick_device
+from verl.trainer.output import json_lines, write_output
 from verl.trainer.validation import Evaluation, evaluate
 from verl.workers.rollout import Rollout
 
@@ -107,7 +105,7 @@ def generate_file(
     ]
     responses = sampler.engine.generate(requests)
     texts = sampler.tokenizer.batch_decode([r.response_ids for r in responses], skip_special_tokens=True)
-    lines = []
+    records = []
     for i, (response, text) in enumerate(zip(responses, texts, strict=True)):
         row = dataset[i // num_samples]
         record = {
@@ -119,9 +117,9 @@ def generate_file(
             "finish_reason": response.finish_reason.word,
             "text": text,
         }
-        lines.append(json.dumps(record, ensure_ascii=False) + "\n")
-    write_text(out, "".join(lines))
-    return len(lines)
+        records.append(record)
+    write_output(out, "".join(json_lines(records)))
+    return len(records)
 
 
 def evaluate_model(
@@ -177,23 +175,6 @@ def _load(sampler: Sampler, data: DataConfig) -> PromptDataset:
             f"the model has {sampler.max_positions} positions, and the response may take all but "
             f"{data.max_prompt_tokens} of them: lower max_new_tokens. {error}"
         ) from error
-
-
-def prepare_output(path: Path, source: str | Path = "", option: str = "--out") -> None:
-    """Raise ConfigError, before any work, when ``path`` can't become a file, or is ``source``, which is read.
-
-    option  the word of the command line that named ``path``, for the message
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise ConfigError(f"{option} {str(path)!r} can't be written: {error}") from error
-    if path.is_dir():
-        raise ConfigError(f"{option} {str(path)!r} is a folder: name a file")
-    if path.exists() and Path(source).is_file() and path.samefile(source):
-        raise ConfigError(f"{option} {str(path)!r} is the file that the prompts come from: name another one")
 
 
 def summary_lines(evaluation: Evaluation) -> Sequence[str]:
