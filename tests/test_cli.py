@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from tests.tiny import tiny_folder, tiny_model, word_tokenizer
 from tests.trainer.runs import REWARDS, checkpoints_of, config_file, metrics_of, prompts, write_jsonl
 from tests.trainer.runs import verl as verl_process
 from verl.cli import main
+from verl.models.loading import character_tokenizer
 from verl.workers import recipe
 
 Command = Callable[..., tuple[int, str, str]]
@@ -314,18 +316,21 @@ def test_generate_by_seed(tmp_path: Path, command: Command, model: Path) -> None
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--prompts", "/no/file.jsonl"], "/no/file.jsonl"),
-        (["--prompt-key", "question"], "no column 'question'"),
-        (["--num-samples", "0"], "num_samples must be at least 1"),
-        (["--max-new-tokens", "0"], "max_new_tokens must be >= 1"),
-        (["--temperature", "-1"], "temperature must be 0 (greedy)"),
-        (["--top-p", "0"], "top_p must be in (0, 1]"),
-        (["--max-new-tokens", "256"], "the model has 256 positions. Lower max_new_tokens (--max-new-tokens)"),
+        (["--prompts", "/no/file.jsonl"], "--prompts: no such file or folder: '/no/file.jsonl'"),
+        (["--prompt-key", "question"], "--prompt-key: no column 'question'"),
+        (["--num-samples", "0"], "--num-samples must be at least 1"),
+        (["--max-new-tokens", "0"], "--max-new-tokens must be >= 1"),
+        (["--temperature", "-1"], "--temperature must be 0 (greedy)"),
+        (["--top-p", "0"], "--top-p must be in (0, 1]"),
+        (["--max-new-tokens", "256"], "the model has 256 positions. Lower --max-new-tokens"),
         (["--max-new-tokens", "253"], "the model has 256 positions, and the response may take all but 3"),
-        (["--model", "/no/model"], "'/no/model' is no folder"),
+        (["--model", "/no/model"], "--model='/no/model' is no folder"),
         (["--out", "/proc/x/y"], "can't be written"),
         (["--out", "."], "is a folder"),
-        (["--device", "tpu"], "'tpu'"),
+        (["--device", "tpu"], "--device='tpu'"),
+        (["--seed", "-3"], "--seed must be at least 0"),
+        (["--seed", str(2**64)], "--seed must be at least 0"),
+        (["--stop", ""], "--stop must be"),
     ],
 )
 def test_generate_refuses(tmp_path: Path, command: Command, model: Path, words: list[str], said: str) -> None:
@@ -333,7 +338,7 @@ def test_generate_refuses(tmp_path: Path, command: Command, model: Path, words: 
     good = {"--model": model, "--prompts": file, "--out": tmp_path / "o", "--max-new-tokens": 4, "--device": "cpu"}
     given = {**good, words[0]: words[1]}
     errors = refused(command, "generate", *(x for pair in given.items() for x in pair))
-    assert said in errors, errors
+    assert said in errors and not re.search(r"data\.|model\.|trainer\.|max_new_tokens", errors), errors
     assert not (tmp_path / "o").exists()
 
 
@@ -348,8 +353,9 @@ def test_eval(tmp_path: Path, command: Command, model: Path) -> None:
     code, out, _ = command(*words, *reward, "--max-rows", 3)
     assert code == 0 and "score/mean" in out and "  1\n" in out
     assert "did you mean 'exact'" in refused(command, *words, "--reward", "exakt")
-    assert "max_train_rows" in refused(command, *words, *reward, "--max-rows", 0)
-    assert "ground_truth_key" in refused(command, *words, *reward, "--ground-truth-key", "answer")
+    assert "error: --max-rows: " in refused(command, *words, *reward, "--max-rows", 0)
+    assert "--passing must be" in refused(command, *words, *reward, "--passing", "nan")
+    assert "set --ground-truth-key to one of them" in refused(command, *words, *reward, "--ground-truth-key", "answer")
     assert "failed on all 10" in refused(command, *words, "--reward", f"{REWARDS}:boom")
 
 
@@ -378,6 +384,15 @@ def test_a_folder_that_takes_no_file_is_found_before_the_model_is_loaded(
     words = ["--model", "/no/model", "--out", out]
     assert f"--out '{out}' can't be written" in refused(command, "eval", *words, "--data", "x", "--reward", "exact")
     assert f"--out '{out}' can't be written" in refused(command, "generate", *words, "--prompts", tmp_path / "x")
+
+
+def test_text_that_the_tokenizer_of_a_model_does_not_know(tmp_path: Path, command: Command) -> None:
+    folder = tiny_folder(tmp_path / "model")
+    character_tokenizer("0123456789").save_pretrained(folder)
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "1z", "ground_truth": "3"}])
+    words = ["--model", folder, "--max-new-tokens", 4, "--device", "cpu"]
+    said = refused(command, "eval", *words, "--data", rows, "--reward", "exact")
+    assert "error: --data: 1 of 1 rows" in said and "set --model, now " in said and "'z'" in said
 
 
 def test_the_input_is_looked_at_before_the_model_is_loaded(tmp_path: Path, command: Command) -> None:

@@ -6,6 +6,7 @@ The same data path, rollout engine, rewards and validation as in training, witho
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 from verl.common.errors import ConfigError, DataError
 from verl.common.seeding import derive_seed, seed_everything
 from verl.data.config import DataConfig
-from verl.data.prompts import PromptDataset, load_prompts
+from verl.data.prompts import OVERLONG_ADVICE, PromptDataset, load_prompts
 from verl.models.causal_lm import CausalLM
 from verl.models.loading import (
     ModelConfig,
@@ -75,6 +76,8 @@ def load_sampler(
 ) -> Sampler:
     """The model folder ``model`` behind a rollout engine. Raises ConfigError and DataError for what isn't there."""
     disable_progress_bar()  # on standard error, among what a command says
+    if not 0 <= seed < 2**63:
+        raise ConfigError(f"trainer.seed must be at least 0 and below 2^63, got {seed}")
     config = ModelConfig(path=model, amp_dtype=amp_dtype)
     where = pick_device(device)
     tokenizer = load_tokenizer(config)
@@ -134,6 +137,8 @@ def evaluate_model(
     batch_rows: int = 256,
 ) -> Evaluation:
     """Accuracy and pass@k of the sampler's model on ``data.train``."""
+    if not math.isfinite(passing):
+        raise ConfigError(f"passing must be a finite number, got {passing}")
     _check_samples(num_samples, sampling)
     dataset = _load(sampler, data)
     with RewardRunner(reward) as rewards:
@@ -150,7 +155,7 @@ def data_config(
     if room < 1:
         raise ConfigError(
             f"max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt: the model has "
-            f"{sampler.max_positions} positions. Lower max_new_tokens (--max-new-tokens)"
+            f"{sampler.max_positions} positions. Lower max_new_tokens"
         )
     return DataConfig.parse(
         {
@@ -161,7 +166,8 @@ def data_config(
             "overlong_prompts": "error",
             "shuffle": False,
             **keys,
-        }
+        },
+        "data",
     )
 
 
@@ -169,11 +175,12 @@ def _load(sampler: Sampler, data: DataConfig) -> PromptDataset:
     try:
         return load_prompts(data.train, data, sampler.tokenizer, max_rows=data.max_train_rows)
     except DataError as error:
-        if "data.max_prompt_tokens" not in str(error):
+        if OVERLONG_ADVICE not in str(error):
             raise
         raise DataError(
             f"the model has {sampler.max_positions} positions, and the response may take all but "
-            f"{data.max_prompt_tokens} of them: lower max_new_tokens. {error}"
+            f"{data.max_prompt_tokens} of them. "
+            + str(error).replace(OVERLONG_ADVICE, "Lower max_new_tokens, or shorten these prompts:")
         ) from error
 
 
