@@ -254,6 +254,21 @@ def test_a_dry_run_loads_the_rewards_function_as_the_run_does(
 
 
 @pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_column_that_the_reward_needs_is_missed_before_a_model_is_loaded(
+    tmp_path: Path, command: Command, workers: int
+) -> None:
+    file = config_file(tmp_path, reward={"name": "reasoning_gym", "workers": workers})
+    said = refused(command, "train", file, "--dry-run")
+    assert "data.train: the reward needs 'entry'" in said and said == refused(command, "train", file)
+    train = write_jsonl(tmp_path / "train.jsonl", [{"prompt": "9", "entry": {}, "ground_truth": "1"}] * 4)
+    val = write_jsonl(tmp_path / "val.jsonl", [{"prompt": "8", "ground_truth": "1"}])
+    words = [f"data.train={train}", f"data.val={val}"]
+    assert "data.val: the reward needs 'entry'" in refused(command, "train", file, "--dry-run", *words)
+    assert command("train", file, "--dry-run", words[0])[0] == 0
+
+
+@pytest.mark.usefixtures("no_model")
 def test_a_dry_run_leaves_no_process_behind(tmp_path: Path, command: Command) -> None:
     (tmp_path / "reward.py").write_text(
         "import os, pathlib, subprocess\n"
@@ -391,8 +406,8 @@ def test_text_that_the_tokenizer_of_a_model_does_not_know(tmp_path: Path, comman
     character_tokenizer("0123456789").save_pretrained(folder)
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "1z", "ground_truth": "3"}])
     words = ["--model", folder, "--max-new-tokens", 4, "--device", "cpu"]
-    said = refused(command, "eval", *words, "--data", rows, "--reward", "exact")
-    assert "error: --data: 1 of 1 rows" in said and "set --model, now " in said and "'z'" in said
+    code, _, said = command("eval", *words, "--data", rows, "--reward", "exact")
+    assert code == 1 and "error: --data: 1 of 1 rows" in said and "set --model, now " in said and "'z'" in said
 
 
 def test_the_input_is_looked_at_before_the_model_is_loaded(tmp_path: Path, command: Command) -> None:
@@ -407,6 +422,8 @@ def test_the_input_is_looked_at_before_the_model_is_loaded(tmp_path: Path, comma
         assert said in refused(command, "generate", *words, "--prompts", data, "--out", tmp_path / "o")
         assert said in refused(command, "eval", *words, "--data", data, "--reward", "exact")
     assert "no column 'q'" in refused(command, "eval", *words, "--data", rows, "--reward", "exact", "--prompt-key", "q")
+    needy = refused(command, "eval", *words, "--data", rows, "--reward", "reasoning_gym")
+    assert "--data: the reward needs 'entry'" in needy and "rows.jsonl" in needy
     missing = ["--data", rows, "--reward", "no_such_module_xyz:f"]
     assert "the reward's function can't be loaded" in refused(command, "eval", *words, *missing)
 

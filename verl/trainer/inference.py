@@ -35,7 +35,7 @@ from verl.rewards.config import RewardConfig
 from verl.rewards.runner import RewardRunner
 from verl.rollout import ROLLOUT_ENGINES
 from verl.rollout.base import Request, RolloutEngine, SamplingParams
-from verl.trainer.inputs import pick_device
+from verl.trainer.inputs import check_columns, pick_device
 from verl.trainer.output import json_lines, write_output
 from verl.trainer.validation import Evaluation, evaluate
 from verl.workers.rollout import Rollout
@@ -143,6 +143,7 @@ def evaluate_model(
     dataset = _load(sampler, data)
     with RewardRunner(reward) as rewards:
         rewards.start()
+        check_columns(rewards, dataset, "data.train")
         rollout = Rollout(sampler.engine, sampler.tokenizer, sampling, num_samples)
         return evaluate(dataset, rollout, rewards, batch_rows=batch_rows, seed=seed, passing=passing)
 
