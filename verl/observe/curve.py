@@ -6,6 +6,7 @@ Of what the numbers mean it knows only which are of validations: there are few, 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -78,7 +79,12 @@ def reward_curve_png(metrics: Path | Runs, out_png: Path, keys: Sequence[str] = 
     if len(runs) > 1:
         _add_legend(figure, looks)
     drawn = BytesIO()
-    figure.savefig(drawn, dpi=150 if len(runs) == 1 else 100, format="png")  # thin lines of many colours pack badly
+    dpi = 150 if len(runs) == 1 else 100  # thin lines of many colours pack badly
+    with warnings.catch_warnings():  # a box stands for a sign of a run's name that the font doesn't have
+        warnings.filterwarnings(
+            "ignore", message="Glyph .* missing from"
+        )
+        figure.savefig(drawn, dpi=dpi, format="png")
     write_bytes(out_png, drawn.getvalue())
     return out_png
 
