@@ -37,10 +37,12 @@ def test_errors_of_other_forms() -> None:
         raise KeyError("trainer.device")
 
 
-def test_log_lines_say_options_within_the_block(caplog: pytest.LogCaptureFixture) -> None:
+def test_warnings_say_options_within_the_block(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "verl")
     log = logging.getLogger("verl.data.vocabulary")
     with keys_as_options(EVAL):
         log.warning("%s: %d rows", "data.train", 3)
+        log.info("SamplingParams(top_k=0)")
         logging.getLogger("other").warning("data.train")
     log.warning("data.train")
-    assert caplog.messages == ["--data: 3 rows", "data.train", "data.train"]
+    assert caplog.messages == ["--data: 3 rows", "SamplingParams(top_k=0)", "data.train", "data.train"]

@@ -81,9 +81,7 @@ def reward_curve_png(metrics: Path | Runs, out_png: Path, keys: Sequence[str] = 
     drawn = BytesIO()
     dpi = 150 if len(runs) == 1 else 100  # thin lines of many colours pack badly
     with warnings.catch_warnings():  # a box stands for a sign of a run's name that the font doesn't have
-        warnings.filterwarnings(
-            "ignore", message="Glyph .* missing from"
-        )
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
         figure.savefig(drawn, dpi=dpi, format="png")
     write_bytes(out_png, drawn.getvalue())
     return out_png

@@ -87,8 +87,10 @@ def report(runs: Sequence[Path], picture: Path | None = None) -> None:
             raise DataError(f"nothing to draw: no step of {', '.join(loaded)} has any of {', '.join(CURVES)}")
         try:
             log.info("curves drawn in %s", reward_curve_png(loaded, picture, keys))
-        except (ConfigError, OSError) as error:
-            raise ConfigError(f"--png {str(picture)!r} can't be written: {error}") from error
+        except ConfigError as error:
+            raise ConfigError(f"--png {str(picture)!r}: {error}") from error
+        except OSError as error:
+            raise ConfigError(f"--png {str(picture)!r} can't be written: {error.strerror or error}") from error
     if len(loaded) > 1:
         print_comparison(loaded)
         return

@@ -44,7 +44,7 @@ EVAL = {
 
 @contextmanager
 def keys_as_options(options: Mapping[str, str]) -> Iterator[None]:
-    """In what the block raises as ConfigError or DataError, and in what it logs, say ``options[key]`` for each key.
+    """In what the block raises as ConfigError or DataError, and in its warnings, say ``options[key]`` for each key.
 
     options  ``GENERATE`` or ``EVAL``: what is said by key
     """
@@ -63,7 +63,7 @@ def keys_as_options(options: Mapping[str, str]) -> Iterator[None]:
 
 
 class _Renaming(logging.Filter):
-    """Lets every line of this library through, with its keys renamed. A key in a path or in quotes stays."""
+    """Lets every line through, this library's warnings with their keys renamed. A key in a path or in quotes stays."""
 
     def __init__(self, options: Mapping[str, str]) -> None:
         super().__init__()
@@ -75,6 +75,6 @@ class _Renaming(logging.Filter):
         return self._keys.sub(lambda match: self._options[match[0]], message)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if record.name.startswith("verl."):
+        if record.name.startswith("verl.") and record.levelno >= logging.WARNING:  # others ask for no change
             record.msg, record.args = self.text(record.getMessage()), ()
         return True

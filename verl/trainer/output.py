@@ -57,7 +57,8 @@ def _is_replaced(path: Path) -> bool:
 
 
 def _cant_be_written(path: Path, option: str, error: OSError) -> ConfigError:
-    return ConfigError(f"{option} {str(path)!r} can't be written: {error}. Name a file elsewhere")
+    why = error.strerror or error  # without the name of the file aside
+    return ConfigError(f"{option} {str(path)!r} can't be written: {why}. Name a file elsewhere")
 
 
 def _json(row: Mapping[str, object]) -> str:
