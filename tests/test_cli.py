@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,12 +16,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import verl
-from tests.processes import is_gone
+from tests.processes import files_of_at_most, is_gone
 from tests.rollout.engines import greedy
 from tests.tiny import tiny_folder, tiny_model, word_tokenizer
 from tests.trainer.runs import REWARDS, checkpoints_of, config_file, metrics_of, prompts, write_jsonl
 from tests.trainer.runs import verl as verl_process
 from verl.cli import main
+from verl.models.loading import character_tokenizer
 from verl.workers import recipe
 
 Command = Callable[..., tuple[int, str, str]]
@@ -252,6 +254,21 @@ def test_a_dry_run_loads_the_rewards_function_as_the_run_does(
 
 
 @pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_column_that_the_reward_needs_is_missed_before_a_model_is_loaded(
+    tmp_path: Path, command: Command, workers: int
+) -> None:
+    file = config_file(tmp_path, reward={"name": "reasoning_gym", "workers": workers})
+    said = refused(command, "train", file, "--dry-run")
+    assert "data.train: the reward needs 'entry'" in said and said == refused(command, "train", file)
+    train = write_jsonl(tmp_path / "train.jsonl", [{"prompt": "9", "entry": {}, "ground_truth": "1"}] * 4)
+    val = write_jsonl(tmp_path / "val.jsonl", [{"prompt": "8", "ground_truth": "1"}])
+    words = [f"data.train={train}", f"data.val={val}"]
+    assert "data.val: the reward needs 'entry'" in refused(command, "train", file, "--dry-run", *words)
+    assert command("train", file, "--dry-run", words[0])[0] == 0
+
+
+@pytest.mark.usefixtures("no_model")
 def test_a_dry_run_leaves_no_process_behind(tmp_path: Path, command: Command) -> None:
     (tmp_path / "reward.py").write_text(
         "import os, pathlib, subprocess\n"
@@ -314,18 +331,21 @@ def test_generate_by_seed(tmp_path: Path, command: Command, model: Path) -> None
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--prompts", "/no/file.jsonl"], "/no/file.jsonl"),
-        (["--prompt-key", "question"], "no column 'question'"),
-        (["--num-samples", "0"], "num_samples must be at least 1"),
-        (["--max-new-tokens", "0"], "max_new_tokens must be >= 1"),
-        (["--temperature", "-1"], "temperature must be 0 (greedy)"),
-        (["--top-p", "0"], "top_p must be in (0, 1]"),
-        (["--max-new-tokens", "256"], "the model has 256 positions. Lower max_new_tokens (--max-new-tokens)"),
+        (["--prompts", "/no/file.jsonl"], "--prompts: no such file or folder: '/no/file.jsonl'"),
+        (["--prompt-key", "question"], "--prompt-key: no column 'question'"),
+        (["--num-samples", "0"], "--num-samples must be at least 1"),
+        (["--max-new-tokens", "0"], "--max-new-tokens must be >= 1"),
+        (["--temperature", "-1"], "--temperature must be 0 (greedy)"),
+        (["--top-p", "0"], "--top-p must be in (0, 1]"),
+        (["--max-new-tokens", "256"], "the model has 256 positions. Lower --max-new-tokens"),
         (["--max-new-tokens", "253"], "the model has 256 positions, and the response may take all but 3"),
-        (["--model", "/no/model"], "'/no/model' is no folder"),
+        (["--model", "/no/model"], "--model='/no/model' is no folder"),
         (["--out", "/proc/x/y"], "can't be written"),
         (["--out", "."], "is a folder"),
-        (["--device", "tpu"], "'tpu'"),
+        (["--device", "tpu"], "--device='tpu'"),
+        (["--seed", "-3"], "--seed must be at least 0"),
+        (["--seed", str(2**64)], "--seed must be at least 0"),
+        (["--stop", ""], "--stop must be"),
     ],
 )
 def test_generate_refuses(tmp_path: Path, command: Command, model: Path, words: list[str], said: str) -> None:
@@ -333,7 +353,7 @@ def test_generate_refuses(tmp_path: Path, command: Command, model: Path, words: 
     good = {"--model": model, "--prompts": file, "--out": tmp_path / "o", "--max-new-tokens": 4, "--device": "cpu"}
     given = {**good, words[0]: words[1]}
     errors = refused(command, "generate", *(x for pair in given.items() for x in pair))
-    assert said in errors, errors
+    assert said in errors and not re.search(r"data\.|model\.|trainer\.|max_new_tokens", errors), errors
     assert not (tmp_path / "o").exists()
 
 
@@ -348,9 +368,46 @@ def test_eval(tmp_path: Path, command: Command, model: Path) -> None:
     code, out, _ = command(*words, *reward, "--max-rows", 3)
     assert code == 0 and "score/mean" in out and "  1\n" in out
     assert "did you mean 'exact'" in refused(command, *words, "--reward", "exakt")
-    assert "max_train_rows" in refused(command, *words, *reward, "--max-rows", 0)
-    assert "ground_truth_key" in refused(command, *words, *reward, "--ground-truth-key", "answer")
+    assert "error: --max-rows: " in refused(command, *words, *reward, "--max-rows", 0)
+    assert "--passing must be" in refused(command, *words, *reward, "--passing", "nan")
+    assert "set --ground-truth-key to one of them" in refused(command, *words, *reward, "--ground-truth-key", "answer")
     assert "failed on all 10" in refused(command, *words, "--reward", f"{REWARDS}:boom")
+
+
+def test_responses_that_do_not_fit_on_the_disk(tmp_path: Path, command: Command, model: Path) -> None:
+    data = write_jsonl(tmp_path / "d.jsonl", [{"prompt": "w9 w8", "ground_truth": "w7"}] * 9)
+    out = tmp_path / "out.jsonl"
+    (tmp_path / "full").symlink_to("/dev/full")
+    words = ["--model", model, "--max-new-tokens", 3, "--device", "cpu"]
+    scoring = ["eval", *words, "--data", data, "--reward", "exact", "--json", "--out"]
+    out.write_text("as it was")
+    with files_of_at_most(500):
+        said = refused(command, "generate", *words, "--prompts", data, "--out", out)
+        code, metrics, errors = command(*scoring, out)
+    assert f"--out '{out}' can't be written" in said and said.count("\n") == 1
+    assert code == 1 and json.loads(metrics)["rows"] == 9
+    assert errors.splitlines()[-1].startswith(f"error: --out '{out}' can't be written")
+    assert out.read_text() == "as it was" and not list(tmp_path.glob(".*"))
+    code, metrics, errors = command(*scoring, tmp_path / "full")
+    assert code == 1 and json.loads(metrics)["rows"] == 9 and "No space left" in errors
+
+
+@pytest.mark.parametrize("out", ["/proc/o", "/proc/x/o"])
+def test_a_folder_that_takes_no_file_is_found_before_the_model_is_loaded(
+    tmp_path: Path, command: Command, out: str
+) -> None:
+    words = ["--model", "/no/model", "--out", out]
+    assert f"--out '{out}' can't be written" in refused(command, "eval", *words, "--data", "x", "--reward", "exact")
+    assert f"--out '{out}' can't be written" in refused(command, "generate", *words, "--prompts", tmp_path / "x")
+
+
+def test_text_that_the_tokenizer_of_a_model_does_not_know(tmp_path: Path, command: Command) -> None:
+    folder = tiny_folder(tmp_path / "model")
+    character_tokenizer("0123456789").save_pretrained(folder)
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "1z", "ground_truth": "3"}])
+    words = ["--model", folder, "--max-new-tokens", 4, "--device", "cpu"]
+    code, _, said = command("eval", *words, "--data", rows, "--reward", "exact")
+    assert code == 1 and "error: --data: 1 of 1 rows" in said and "set --model, now " in said and "'z'" in said
 
 
 def test_the_input_is_looked_at_before_the_model_is_loaded(tmp_path: Path, command: Command) -> None:
@@ -365,6 +422,8 @@ def test_the_input_is_looked_at_before_the_model_is_loaded(tmp_path: Path, comma
         assert said in refused(command, "generate", *words, "--prompts", data, "--out", tmp_path / "o")
         assert said in refused(command, "eval", *words, "--data", data, "--reward", "exact")
     assert "no column 'q'" in refused(command, "eval", *words, "--data", rows, "--reward", "exact", "--prompt-key", "q")
+    needy = refused(command, "eval", *words, "--data", rows, "--reward", "reasoning_gym")
+    assert "--data: the reward needs 'entry'" in needy and "rows.jsonl" in needy
     missing = ["--data", rows, "--reward", "no_such_module_xyz:f"]
     assert "the reward's function can't be loaded" in refused(command, "eval", *words, *missing)
 
@@ -437,6 +496,22 @@ def test_a_report_draws_where_it_is_told_to(tmp_path: Path, two_runs: list[Path]
     assert [path.name for path in two_runs[0].iterdir()] == ["metrics.jsonl"]
     command("report", two_runs[0] / "metrics.jsonl")
     assert (two_runs[0] / "reward.png").exists()
+
+
+def test_a_picture_that_cant_be_written(tmp_path: Path, two_runs: list[Path], command: Command) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "both.png"
+    picture.write_text("as it was")
+    with files_of_at_most(1000):
+        said = refused(command, "report", *two_runs, "--png", picture)
+        code, text, errors = command("report", two_runs[0])
+    assert f"--png '{picture}' can't be written" in said and said.count("\n") == 1
+    assert picture.read_text() == "as it was" and not list(tmp_path.glob(".*"))
+    assert code == 0 and "reward/score/mean" in text and "Traceback" not in errors
+    assert not (two_runs[0] / "reward.png").exists()
+    for name in ("c.jpg", "c", "new/c.svg"):
+        assert "must end in .png" in refused(command, "report", *two_runs, "--png", tmp_path / name)
+    assert not (tmp_path / "new").exists() and not (tmp_path / "c.jpg").exists()
 
 
 def test_a_report_that_is_refused_prints_nothing_else(

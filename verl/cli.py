@@ -80,20 +80,23 @@ def generate(
 ) -> None:
     """Sample responses to a file of prompts."""
     from verl.rollout.base import SamplingParams
-    from verl.trainer.inference import generate_file, load_sampler, prepare_output
+    from verl.trainer.inference import generate_file, load_sampler
+    from verl.trainer.options import GENERATE, keys_as_options
+    from verl.trainer.output import prepare_output
 
-    prepare_output(out, prompts)
-    sampling = SamplingParams(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        stop=tuple(stop or ()),
-    )
-    sampler = load_sampler(model, device=device, seed=seed)
-    rows = generate_file(sampler, prompts, out, sampling, num_samples=num_samples, seed=seed, prompt_key=prompt_key)
-    typer.echo(f"{rows} responses written to {out}")
+    with keys_as_options(GENERATE):
+        prepare_output(out, prompts)
+        sampling = SamplingParams(
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            stop=tuple(stop or ()),
+        )
+        sampler = load_sampler(model, device=device, seed=seed)
+        rows = generate_file(sampler, prompts, out, sampling, num_samples=num_samples, seed=seed, prompt_key=prompt_key)
+        typer.echo(f"{rows} responses written to {out}")
 
 
 @app.command(name="eval")
@@ -107,7 +110,7 @@ def evaluate(
     seed: Seed = 0,
     prompt_key: PromptKey = "prompt",
     ground_truth_key: Annotated[
-        str, typer.Option("--ground-truth-key", help="Column that holds the answer.")
+        str, typer.Option("--ground-truth-key", help="Column that holds the answer; null: none does.")
     ] = "ground_truth",
     prompt_template: Annotated[str, typer.Option("--prompt-template", help="Text around {prompt}.")] = "{prompt}",
     max_rows: Annotated[int | None, typer.Option("--max-rows", help="Rows to use; default all.")] = None,
@@ -122,21 +125,24 @@ def evaluate(
     """Accuracy and pass@k of a model on a data set."""
     from verl.rewards.config import RewardConfig
     from verl.rollout.base import SamplingParams
-    from verl.trainer.callbacks import write_rows
-    from verl.trainer.inference import data_config, evaluate_model, load_sampler, prepare_output, summary_lines
+    from verl.trainer.inference import data_config, evaluate_model, load_sampler, summary_lines
     from verl.trainer.inputs import reward_keys
+    from verl.trainer.options import EVAL, keys_as_options
+    from verl.trainer.output import json_lines, prepare_output, write_output
 
-    scorer = RewardConfig.parse(reward_keys(reward), "reward")
-    if out is not None:
-        prepare_output(out, data)
-    sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature)
-    sampler = load_sampler(model, device=device, seed=seed)
-    keys = {"max_train_rows": max_rows, "system_prompt": system_prompt, "prompt_template": prompt_template}
-    source = data_config(sampler, data, sampling, prompt_key, ground_truth_key, **keys)
-    found = evaluate_model(sampler, source, scorer, sampling, num_samples=num_samples, seed=seed, passing=passing)
-    if out is not None:
-        write_rows(out, found.rows)
-    typer.echo(json.dumps(found.metrics) if as_json else "\n".join(summary_lines(found)))
+    with keys_as_options(EVAL):
+        scorer = RewardConfig.parse(reward_keys(reward), "reward")
+        if out is not None:
+            prepare_output(out, data)
+        sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature)
+        sampler = load_sampler(model, device=device, seed=seed)
+        keys = {"max_train_rows": max_rows, "system_prompt": system_prompt, "prompt_template": prompt_template}
+        truth_key = None if ground_truth_key == "null" else ground_truth_key
+        source = data_config(sampler, data, sampling, prompt_key, truth_key, **keys)
+        found = evaluate_model(sampler, source, scorer, sampling, num_samples=num_samples, seed=seed, passing=passing)
+        typer.echo(json.dumps(found.metrics) if as_json else "\n".join(summary_lines(found)))
+        if out is not None:
+            write_output(out, "".join(json_lines(found.rows)))
 
 
 @app.command()

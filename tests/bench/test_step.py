@@ -63,6 +63,7 @@ def test_a_step_of_two_workers() -> None:
         (TINY, 0, "--steps"),
         ([*TINY, "actor.optim.leraning_rate=1"], 1, "leraning_rate"),
         ([*TINY, "trainer.prompts_per_step=0"], 1, "prompts_per_step"),
+        ([*TINY, "profile.steps=[2]"], 1, r"trainer\.output_dir"),
     ],
 )
 def test_wrong_words_are_refused(words: list[str], steps: int, said: str) -> None:

@@ -24,9 +24,28 @@ def test_the_table() -> None:
     validated: Runs = {"grpo": [{"step": 0, VALIDATION: 0.25}, *steps, {"step": 31, VALIDATION: 0.25}]}
     short: Runs = {"a longer name": [{"step": 1, SCORE: 0.5}, {"step": 2, SCORE: float("nan")}]}
     assert comparison({**validated, **short}).splitlines() == [
-        "run            steps  reward, first 10  reward, last 10  best validation  at step  s a step",
-        "grpo              31            0.0550           0.2550           0.2500        0      2.50",
-        "a longer name      2            0.5000           0.5000                -        -         -",
+        "run            steps  reward, first  reward, last  best validation  at step  s a step",
+        "grpo              31         0.0550        0.2550           0.2500        0      2.50",
+        "a longer name      2         0.5000        0.5000                -        -         -",
+        "first, last: the mean of 10 steps with a value, of a run with fewer that of all",
+    ]
+    head, *lines = comparison(validated).splitlines()
+    assert "reward, first 10  reward, last 10" in head and len(lines) == 1
+
+
+def test_headings_count_the_steps_that_every_run_has() -> None:
+    runs: Runs = {name: [{"step": step, SCORE: 0.5} for step in range(1, 7)] for name in "ab"}
+    head, *lines = comparison(runs).splitlines()
+    assert "reward, first 6  reward, last 6" in head and len(lines) == 2
+
+
+def test_what_is_no_number_is_told_from_what_is_not_there() -> None:
+    broken = {SCORE: float("nan"), VALIDATION: float("nan"), "timing/step_s": float("inf")}
+    runs: Runs = {"good": [{"step": 1, SCORE: 0.5}], "broken": [{"step": 1, **broken}], "none": [{"step": 1}]}
+    assert [line.split() for line in comparison(runs).splitlines()[1:]] == [
+        ["good", "1", "0.5000", "0.5000", "-", "-", "-"],
+        ["broken", "1", "nan", "nan", "nan", "-", "nan"],
+        ["none", "1", "-", "-", "-", "-", "-"],
     ]
 
 
@@ -37,7 +56,7 @@ def test_runs_of_several_kinds_have_the_columns_of_each() -> None:
         "begun": [{"step": 0, VALIDATION: 0.125}],
     }
     head, *lines = comparison(runs).splitlines()
-    assert "  steps  reward, first 10  reward, last 10  loss, first 10  loss, last 10  best" in head
+    assert "  steps  reward, first 1  reward, last 1  loss, first 1  loss, last 1  best" in head
     assert [line.split() for line in lines] == [
         ["sft", "1", "-", "-", "2.0000", "2.0000", "-", "-", "-"],
         ["grpo", "1", "0.5000", "0.5000", "-", "-", "-", "-", "-"],

@@ -3,12 +3,14 @@ from __future__ import annotations
 import builtins
 import math
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from verl.common.errors import DataError, MissingExtra
+from tests.processes import files_of_at_most
+from verl.common.errors import ConfigError, DataError, MissingExtra
 from verl.observe.curve import reward_curve_png, reward_curve_text, running_mean
 from verl.observe.history import JsonlTracker
 
@@ -99,6 +101,25 @@ def test_png_of_several_runs_has_one_colour_a_run(tmp_path: Path) -> None:
     assert blue & legend and not blue & upper and blue & lower
     assert orange & legend and len(orange & upper) >= 3 and orange & lower  # one validation: a marker, no line
     assert min(orange & lower) < min(blue & lower)
+
+
+def test_a_name_that_the_font_has_no_signs_for(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    runs = {name: [{"step": step, "reward/score/mean": 0.25} for step in (1, 2)] for name in ("\N{ROCKET}", "\u6f22")}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert reward_curve_png(runs, tmp_path / "both.png").stat().st_size > 1000
+
+
+def test_an_older_picture_stays_where_a_new_one_cant_be_written(metrics: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "x.png"
+    picture.write_text("as it was")
+    with files_of_at_most(1000), pytest.raises(OSError, match="too large"):
+        reward_curve_png(metrics, picture)
+    assert picture.read_text() == "as it was" and not list(tmp_path.glob(".*"))
+    with pytest.raises(ConfigError, match=r"must end in \.png, got 'x\.jpg'"):
+        reward_curve_png(metrics, tmp_path / "x.jpg")
 
 
 def test_png_of_a_key_that_is_not_there(metrics: Path, tmp_path: Path) -> None:

@@ -57,8 +57,30 @@ def test_only_what_is_named_is_passed(function: Any, value: object) -> None:
 
 def test_kwargs_win_over_the_row() -> None:
     assert bind(lambda response, level: level, {"level": 9})(FIELDS) == 9
-    with pytest.raises(ConfigError, match=r"'lvel'.*takes.*'level'"):
+    with pytest.raises(ConfigError, match=r"reward\.kwargs names \['lvel'\].*takes.*'level'"):
         bind(lambda response, level: level, {"lvel": 9})
+
+
+@pytest.mark.parametrize(
+    ("function", "needs"),
+    [
+        (lambda response, entry, level=1: 0, {"response", "entry"}),
+        (lambda response, entry, **row: 0, {"response", "entry"}),
+        (lambda response, scale: 0, {"response"}),
+        (lambda a, b, c: 0, set()),
+        (lambda **row: 0, set()),
+        (Counter, {"response"}),
+    ],
+)
+def test_what_a_function_needs_is_known_before_it_is_called(function: Any, needs: set[str]) -> None:
+    kwargs = {"start": 1} if function is Counter else {"scale": 2} if "scale" in function.__code__.co_varnames else {}
+    assert bind(function, kwargs).needs == needs
+
+
+def test_a_class_that_cant_be_made_names_the_key() -> None:
+    for kwargs, said in (({}, "'start'"), ({"start": 1, "zz": 2}, "'zz'")):
+        with pytest.raises(ConfigError, match=rf"Counter\(.*start: int.*reward\.kwargs.*{said}"):
+            bind(Counter, kwargs)
 
 
 def test_a_class_is_made_once() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.processes import is_gone
 from verl.common.errors import ConfigError, RewardError, UnknownName
+from verl.rewards import pool
 from verl.rewards.base import RewardItem
 from verl.rewards.config import RewardConfig
 from verl.rewards.runner import RewardCounts, RewardRunner
@@ -248,6 +249,42 @@ def test_a_function_that_cannot_be_loaded_is_a_config_error(tmp_path: Path, text
             runner.start()
         with pytest.raises(ConfigError, match="can't be loaded"):
             runner.score(items("a", "b", "c"))
+
+
+@pytest.mark.parametrize("text", ["import time; time.sleep(600)", "class f:\n  def __init__(self): input_never(600)"])
+def test_a_file_that_blocks_when_it_is_run_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(pool, "LEAST_LOAD_LIMIT_S", 2.0)
+    path = tmp_path / "mine.py"
+    note = "import os, pathlib\npathlib.Path(__file__).with_name(f'{os.getpid()}.pid').touch()\n"
+    path.write_text(f"{note}from time import sleep as input_never\n{text}\n")
+    start = time.perf_counter()
+    runner = RewardRunner(f"{path}:f", RewardConfig(workers=2, timeout_s=0.5))
+    with runner, pytest.raises(ConfigError, match=r"wasn't loaded within 2 s.*reward\.timeout_s"):
+        runner.start()
+    assert time.perf_counter() - start < 20
+    pids = [int(found.stem) for found in tmp_path.glob("*.pid")]
+    assert pids and all(is_gone(pid) for pid in pids)
+
+
+def test_a_slow_load_may_take_as_long_as_a_response(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "LEAST_LOAD_LIMIT_S", 0.1)
+    path = tmp_path / "mine.py"
+    path.write_text("import time\ntime.sleep(1)\ndef f(response, entry): return 1.0\n")
+    with RewardRunner(f"{path}:f", RewardConfig(workers=1, timeout_s=60)) as runner:
+        assert not runner.needs
+        runner.start()
+        assert runner.needs == {"response", "entry"}
+
+
+def test_an_error_of_ours_is_told_without_its_place(tmp_path: Path) -> None:
+    with (
+        RewardRunner(lambda response: 1.0, RewardConfig(kwargs={"zz": 1})) as runner,
+        pytest.raises(ConfigError, match=r"loaded: reward\.kwargs names") as found,
+    ):
+        runner.start()
+    assert "calling.py" not in str(found.value)
+    with pytest.raises(ConfigError, match=r"a reward is a function .*reasoning_gym.*file\.py:function.*got int 3"):
+        RewardRunner(3)  # type: ignore[arg-type]
 
 
 class Judge:

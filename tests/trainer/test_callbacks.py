@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.processes import files_of_at_most
 from tests.trainer.runs import checkpoints_of, metrics_of, rollouts_of, sections
 from verl.common.errors import CheckpointError
 from verl.trainer.callbacks import SaveCheckpoints, write_rows
@@ -96,6 +97,12 @@ def test_samples_that_cannot_be_written_cost_no_run(tmp_path: Path, caplog: pyte
     assert trainer.run().steps == 2
     trainer.close()
     assert "samples were not written" in caplog.text
+
+
+def test_samples_that_do_not_fit_leave_no_half_of_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with files_of_at_most(100):
+        write_rows(tmp_path / "rows.jsonl", [{"text": "x" * 50_000}])
+    assert "samples were not written" in caplog.text and not list(tmp_path.iterdir())
 
 
 def test_rows_are_json_whatever_they_hold(tmp_path: Path) -> None:

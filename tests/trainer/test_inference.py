@@ -18,7 +18,6 @@ from verl.trainer.inference import (
     evaluate_model,
     generate_file,
     load_sampler,
-    prepare_output,
     summary_lines,
 )
 
@@ -106,25 +105,3 @@ def test_no_samples(tmp_path: Path, sampler: Sampler, samples: int) -> None:
         generate_file(
             sampler, tmp_path, tmp_path, SamplingParams(max_new_tokens=1), num_samples=samples, seed=0, prompt_key="p"
         )
-
-
-def test_outputs_are_tried_before_any_work(tmp_path: Path) -> None:
-    prepare_output(tmp_path / "a" / "b.jsonl")
-    assert (tmp_path / "a").is_dir() and not (tmp_path / "a" / "b.jsonl").exists()
-    with pytest.raises(ConfigError, match="is a folder"):
-        prepare_output(tmp_path)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="can't be written"):
-        prepare_output(tmp_path / "file" / "out.jsonl")
-
-
-def test_the_output_is_never_the_input(tmp_path: Path) -> None:
-    prompts, link = tmp_path / "p.jsonl", tmp_path / "link.jsonl"
-    prompts.write_text("{}")
-    link.symlink_to(prompts)
-    for out, source in ((prompts, prompts), (link, prompts), (prompts, str(link))):
-        with pytest.raises(ConfigError, match="is the file that the prompts come from"):
-            prepare_output(out, source)
-    prepare_output(prompts, "gym:chain_sum?size=5")
-    prepare_output(tmp_path / "new.jsonl", prompts)
-    assert prompts.read_text() == "{}"

@@ -329,7 +329,7 @@ print(trainer.run(num_steps=2).steps, os.getpid())
         ({"data": [{"question": "w9"}]}, DataError, "data.prompt_key: no column 'prompt'"),
         ({"reward": None}, ConfigError, "one reward"),
         ({"reward": "exactt"}, ConfigError, "did you mean 'exact'"),
-        ({"reward": 5}, ConfigError, "a reward must be callable"),
+        ({"reward": 5}, ConfigError, "a reward is a function"),
         ({"algorithm": "gpro"}, ConfigError, "did you mean 'grpo'"),
         ({"actr": {}}, ConfigError, "unknown key 'actr'; did you mean 'actor'"),
         ({"tokenizer": None}, ConfigError, "needs tokenizer="),

@@ -39,7 +39,10 @@ def measure_step(overrides: Sequence[str], steps: int) -> dict[str, Any]:
     """
     if steps < 1:
         raise ConfigError(f"--steps must be at least 1, got {steps}")
-    sections: Any = OmegaConf.to_container(OmegaConf.merge(DEFAULTS, parse_overrides(overrides)))
+    merged = OmegaConf.merge(DEFAULTS, parse_overrides(overrides))
+    if OmegaConf.select(merged, "profile.steps") and OmegaConf.select(merged, "trainer.output_dir") is None:
+        raise ConfigError("profile.steps traces into trainer.output_dir, and none is named: set it to a folder")
+    sections: Any = OmegaConf.to_container(merged)
     with tempfile.TemporaryDirectory(prefix="verl-bench-") as folder:
         sections["trainer"].setdefault("output_dir", folder)  # who names one keeps what is written, such as traces
         sections["data"]["train"] = _prompts(sections)

@@ -44,18 +44,33 @@ def fsync_tree(folder: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace ``path`` with ``text`` atomically: a reader sees the old content or the new one."""
+    """``write_bytes`` of ``text`` in UTF-8."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Replace ``path`` with ``data`` atomically: a reader sees the old content or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = _aside(path)
     try:
-        with aside.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with aside.open("wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)
     fsync_dir(path.parent)
+
+
+def try_writing(path: Path) -> None:
+    """Raise OSError where ``write_bytes`` to ``path`` would at its first byte; makes its folder, and leaves no file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = _aside(path)
+    try:
+        aside.write_bytes(b".")
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Any) -> None:

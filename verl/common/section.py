@@ -145,7 +145,7 @@ def _as_text(value: Any) -> Any:
     if isinstance(value, float) or type(value).__module__ == "datetime":
         raise ValueError(f"takes text, but got the {type(value).__name__} {value!s}: put it in quotes")
     if isinstance(value, Mapping):
-        raise ValueError(f"takes text, but got {dict(value)!r} (YAML reads text with a colon as keys: put it in quotes)")
+        raise ValueError(f"takes text, but got {value!r} (YAML reads text with a colon as keys: put it in quotes)")
     return value
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MISSING = object()
+OVERLONG_ADVICE = "Raise data.max_prompt_tokens or set data.overlong_prompts to drop, left or right:"
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def _encode_rows(
             if gathering.must_cut(row_id, row, len(made.prompt_ids), limit, config.overlong_prompts):
                 made = replace(made, prompt_ids=cut_prompt(made.prompt_ids, config))
             gathering.kept.append(made)
-    report = gathering.report("Raise data.max_prompt_tokens or set data.overlong_prompts to drop, left or right:")
+    report = gathering.report(OVERLONG_ADVICE)
     if not gathering.kept:
         first = name_some(report.dropped[OVERLONG])
         raise DataError(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from verl.observe.history import Runs
-from verl.observe.keys import CURVES, VALIDATION_SCORE
+from verl.observe.keys import CURVES, STEP_S, VALIDATION_SCORE
 from verl.observe.report import ENDS, best, curve_key, finished_steps, mean_of_ends, seconds_a_step
 
 
@@ -28,13 +28,16 @@ def panel_keys(runs: Runs) -> list[str]:
 
 
 def comparison(runs: Runs) -> str:
-    """A line a run under a line of headings: steps, the mean of the first and last ten steps, the best validation and
-    its step, seconds a step. What a run doesn't have is a ``-``.
+    """A line a run under a line of headings: steps, the mean of the first and last ten steps (of a shorter run, all),
+    the best validation and its step, seconds a step. What a run doesn't have is a ``-``, what it has no finite value of
+    ``nan``. Where the runs' means aren't of equally many steps a last line says so.
 
     The means are of what a run is judged by: its reward, or its margin or loss; of runs of several kinds, of each.
     """
     judged_by = _judged_by(runs)
-    ends = [f"{CURVES[key]}, {end} {ENDS}" for key in judged_by for end in ("first", "last")]
+    counts = {found[0] for rows in runs.values() for key in judged_by if (found := mean_of_ends(rows, key))}
+    of_all = f" {min(counts)}" if len(counts) == 1 else ""
+    ends = [f"{CURVES[key]}, {end}{of_all}" for key in judged_by for end in ("first", "last")]
     table = [["run", "steps", *ends, "best validation", "at step", "s a step"]]
     table += [[name, *_cells(rows, judged_by)] for name, rows in runs.items()]
     widths = [max(len(cell) for cell in cells) for cells in zip(*table, strict=True)]
@@ -44,6 +47,8 @@ def comparison(runs: Runs) -> str:
         )
         for name, *cells in table
     ]
+    if len(counts) > 1:
+        lines.append(f"first, last: the mean of {ENDS} steps with a value, of a run with fewer that of all")
     return "\n".join(lines) + "\n"
 
 
@@ -70,19 +75,17 @@ def _judged_by(runs: Runs) -> list[str]:
 
 
 def _cells(rows: Sequence[Mapping[str, float]], judged_by: Sequence[str]) -> list[str]:
-    means: list[float | None] = []
+    cells = [str(int(rows[-1]["step"]))]
     for key in judged_by:
-        _, *both = mean_of_ends(rows, key) or (0, None, None)
-        means += both
+        _, first, last = mean_of_ends(rows, key) or (0, None, None)
+        cells += [_cell(rows, key, first, 4), _cell(rows, key, last, 4)]
     score, step = best(rows, VALIDATION_SCORE) or (None, None)
-    return [
-        str(int(rows[-1]["step"])),
-        *(_cell(mean, 4) for mean in means),
-        _cell(score, 4),
-        _cell(step, 0),
-        _cell(seconds_a_step(rows), 2),
-    ]
+    cells += [_cell(rows, VALIDATION_SCORE, score, 4), "-" if step is None else str(step)]
+    return [*cells, _cell(rows, STEP_S, seconds_a_step(rows), 2)]
 
 
-def _cell(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+def _cell(rows: Sequence[Mapping[str, float]], key: str, value: float | None, digits: int) -> str:
+    """``value``, which is None where no row has a finite value of ``key``: then whether one has ``key`` at all."""
+    if value is None:
+        return "nan" if any(key in row for row in rows) else "-"
+    return f"{value:.{digits}f}"

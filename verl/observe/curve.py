@@ -6,11 +6,14 @@ Of what the numbers mean it knows only which are of validations: there are few, 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.common.errors import MissingExtra
+from verl.common.errors import ConfigError, MissingExtra
+from verl.common.files import write_bytes
 from verl.observe.history import Runs, column, load_metrics
 from verl.observe.keys import SCORE, VALIDATION
 
@@ -51,8 +54,11 @@ def reward_curve_png(metrics: Path | Runs, out_png: Path, keys: Sequence[str] = 
 
     metrics  a metrics.jsonl, or the run folder that holds it; or the lines of runs by name, of which several get a
              colour each and a legend. A run without a key isn't in its panel
-    Raises MissingExtra without matplotlib, DataError for a key that no step has.
+    Raises MissingExtra without matplotlib, DataError for a key that no step has, ConfigError for an ``out_png`` of
+    another name than ``.png``, OSError where it can't be written: an older picture stays then.
     """
+    if out_png.suffix.lower() != ".png":
+        raise ConfigError(f"a picture of curves is a PNG: its name must end in .png, got {out_png.name!r}")
     runs = {"": load_metrics(metrics)} if isinstance(metrics, Path) else metrics
     for key in keys:
         column([row for rows in runs.values() for row in rows], key)
@@ -72,8 +78,12 @@ def reward_curve_png(metrics: Path | Runs, out_png: Path, keys: Sequence[str] = 
     panels[-1].set_xlabel("step")
     if len(runs) > 1:
         _add_legend(figure, looks)
-    out_png.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out_png, dpi=150 if len(runs) == 1 else 100, format="png")  # thin lines of many colours pack badly
+    drawn = BytesIO()
+    dpi = 150 if len(runs) == 1 else 100  # thin lines of many colours pack badly
+    with warnings.catch_warnings():  # a box stands for a sign of a run's name that the font doesn't have
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
+        figure.savefig(drawn, dpi=dpi, format="png")
+    write_bytes(out_png, drawn.getvalue())
     return out_png
 
 

@@ -24,6 +24,20 @@ Call = Callable[[Mapping[str, Any]], Any]
 
 
 @dataclass(frozen=True)
+class Bound:
+    """A user's function as a function of the fields of one item.
+
+    needs  fields that it can't be called without, by name
+    """
+
+    call: Call
+    needs: frozenset[str] = frozenset()
+
+    def __call__(self, fields: Mapping[str, Any]) -> Any:
+        return self.call(fields)
+
+
+@dataclass(frozen=True)
 class FileFunction:
     """A function of a Python file. The text is read once, so that a worker started later runs the same code."""
 
@@ -73,7 +87,7 @@ def find(spec: str) -> FileFunction | ModuleFunction:
     return FileFunction(str(path), name, path.read_text(encoding="utf-8"))
 
 
-def bind(function: Any, kwargs: Mapping[str, Any]) -> Call:
+def bind(function: Any, kwargs: Mapping[str, Any]) -> Bound:
     """A function of the fields of one item, which calls ``function`` with those that it names, and with ``kwargs``.
 
     ``**row`` receives everything. Three parameters of other names are passed prompt, response, ground_truth in that
@@ -81,19 +95,20 @@ def bind(function: Any, kwargs: Mapping[str, Any]) -> Call:
     Raises ConfigError when ``function`` can't be called or doesn't take a key of ``kwargs``.
     """
     if inspect.isclass(function):
+        _check_makes(function, kwargs)
         return bind(function(**kwargs), {})
     if not callable(function):
         raise ConfigError(f"a reward must be callable, got {type(function).__name__}")
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except ValueError:  # some functions written in C
-        return lambda fields: _finish(function(*(fields[name] for name in OWN_FIELDS), **kwargs))
+        return Bound(lambda fields: _finish(function(*(fields[name] for name in OWN_FIELDS), **kwargs)))
     named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     if not takes_all and (unknown := sorted(set(kwargs) - set(named))):
-        raise ConfigError(f"key 'kwargs' names {unknown}, which the reward doesn't take; it takes {named}")
+        raise ConfigError(f"reward.kwargs names {unknown}, which the reward doesn't take; it takes {named}")
     if not takes_all and _is_positional(parameters, kwargs):
-        return lambda fields: _finish(function(*(fields[name] for name in OWN_FIELDS), **kwargs))
+        return Bound(lambda fields: _finish(function(*(fields[name] for name in OWN_FIELDS), **kwargs)))
     required = [p.name for p in parameters if p.name in named and p.default is p.empty]
 
     def call(fields: Mapping[str, Any]) -> Any:
@@ -102,7 +117,7 @@ def bind(function: Any, kwargs: Mapping[str, Any]) -> Call:
             raise TypeError(f"the reward needs {missing}, but the row has only {sorted(given)}")
         return _finish(function(**(given if takes_all else {n: given[n] for n in named if n in given})))
 
-    return call
+    return Bound(call, frozenset(required) - kwargs.keys())
 
 
 def describe(error: BaseException) -> str:
@@ -124,6 +139,20 @@ def _is_positional(parameters: list[inspect.Parameter], kwargs: Mapping[str, Any
         return False
     open_ones = [p for p in parameters if p.default is p.empty and p.name not in kwargs]
     return any(p.kind is p.VAR_POSITIONAL for p in parameters) or (len(open_ones) == 3 and open_ones == parameters[:3])
+
+
+def _check_makes(kind: type, kwargs: Mapping[str, Any]) -> None:
+    """Raise ConfigError where the class ``kind`` can't be made with ``kwargs``."""
+    try:
+        signature = inspect.signature(kind)
+    except ValueError:  # some classes written in C
+        return
+    try:
+        signature.bind(**kwargs)
+    except TypeError as error:
+        raise ConfigError(
+            f"the reward's class {kind.__name__}{signature} can't be made with reward.kwargs={dict(kwargs)!r}: {error}"
+        ) from error
 
 
 def _finish(value: Any) -> Any:

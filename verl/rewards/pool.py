@@ -19,7 +19,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -28,9 +28,10 @@ import cloudpickle
 from verl.common.errors import ConfigError, RewardError
 from verl.common.waiting import result_of
 from verl.rewards.base import RewardResult, failed
-from verl.rewards.worker import BROKEN, STARTED
+from verl.rewards.worker import BROKEN, READY, STARTED
 
-START_LIMIT_S = 300.0  # for imports: of the function's module, or of what an item's fields need
+LEAST_LOAD_LIMIT_S = 60.0
+"""For imports, of the function's module or of what an item's fields need, where one item's limit is shorter."""
 
 
 def import_environment() -> dict[str, str]:
@@ -45,10 +46,11 @@ class _Died(Exception):
 class _Worker:
     """One process. Made and used by one thread; ``kill`` may come from any.
 
-    is_usable  False once it has died or run over its time limit
+    load_limit_s  for loading the function, and for loading the fields of an item
+    is_usable     False once it has died or run over its time limit
     """
 
-    def __init__(self, greeting: bytes) -> None:
+    def __init__(self, greeting: bytes, load_limit_s: float) -> None:
         ours, theirs = socket.socketpair()
         try:
             self._process = subprocess.Popen(
@@ -64,28 +66,33 @@ class _Worker:
         finally:
             theirs.close()
         self._channel = Connection(ours.detach())
-        self._greeting = greeting
+        self._greeting, self._load_limit_s = greeting, load_limit_s
         self._lock = threading.Lock()
         self.is_usable = True
 
-    def greet(self) -> None:
-        """Have the function loaded. Raises ConfigError when that fails, RewardError when it takes too long."""
+    def greet(self) -> frozenset[str]:
+        """Have the function loaded; returns the fields that it needs. Raises ConfigError when that fails or takes too
+        long."""
         try:
             self._send(self._greeting)
-            answer = self._receive(START_LIMIT_S)
+            answer = self._receive(self._load_limit_s)
         except _Died as death:
             raise ConfigError(f"the reward's function can't be loaded: its process {death}") from None
         if answer is None:
-            raise RewardError(f"the reward's function wasn't loaded within {START_LIMIT_S:.0f} s")
+            raise ConfigError(
+                f"the reward's function wasn't loaded within {self._load_limit_s:g} s: its module waits for something, "
+                f"or needs longer. A reward.timeout_s of more than {LEAST_LOAD_LIMIT_S:g} gives it that long"
+            )
         if answer.startswith(BROKEN):
             raise ConfigError(f"the reward's function can't be loaded: {answer.removeprefix(BROKEN).decode()}")
+        return frozenset(answer.removeprefix(READY).decode().split())
 
     def begin(self, fields: bytes) -> RewardResult | None:
         """Hand over one item; a result if it can't be begun. Raises _Died when the worker dies before it has begun."""
         self._send(fields)
-        answer = self._receive(START_LIMIT_S)
+        answer = self._receive(self._load_limit_s)
         if answer is None:
-            return failed("timeout", f"the item's fields weren't loaded within {START_LIMIT_S:.0f} s")
+            return failed("timeout", f"the item's fields weren't loaded within {self._load_limit_s:g} s")
         return None if answer == STARTED else _unpack(answer)
 
     def finish(self, timeout_s: float) -> RewardResult:
@@ -140,24 +147,25 @@ class _Shared:
     def __init__(self, greeting: bytes, timeout_s: float) -> None:
         self.greeting, self.timeout_s = greeting, timeout_s
         self.tasks: queue.SimpleQueue[tuple[bytes, Future[RewardResult]] | None] = queue.SimpleQueue()
-        self.ready: Future[None] = Future()
+        self.ready: Future[frozenset[str]] = Future()
         self.lock = threading.Lock()
         self.workers: set[_Worker] = set()
         self.is_closed = False
 
     def start_worker(self) -> _Worker:
         """A worker that has loaded the function."""
-        worker = _Worker(self.greeting)
+        worker = _Worker(self.greeting, max(self.timeout_s, LEAST_LOAD_LIMIT_S))
         with self.lock:
             self.workers.add(worker)
             is_late = self.is_closed
         try:
             if is_late:
                 raise RewardError("the reward runner was closed")
-            worker.greet()
+            needs = worker.greet()
         except BaseException:
             self.drop(worker)
             raise
+        _settle(self.ready, needs)
         return worker
 
     def drop(self, worker: _Worker) -> None:
@@ -200,10 +208,13 @@ class WorkerPool:
         self._pid = os.getpid()
         self._finalizer = weakref.finalize(self, self._shared.close)
 
-    def start(self) -> None:
-        """Start the workers and wait for the first. Raises ConfigError when the function can't be loaded."""
+    def start(self) -> frozenset[str]:
+        """Start the workers and wait for the first; returns the fields that the function needs.
+
+        Raises ConfigError when it can't be loaded.
+        """
         self._start_threads()
-        result_of(self._shared.ready)
+        return result_of(self._shared.ready)
 
     def submit(self, fields: bytes) -> Future[RewardResult]:
         """Queue one item: pickled arguments by name."""
@@ -236,7 +247,6 @@ def _serve(shared: _Shared) -> None:
     worker: _Worker | None = None
     try:
         worker = shared.start_worker()
-        _settle(shared.ready)
     except Exception as error:
         _settle(shared.ready, error)
     while (task := shared.tasks.get()) is not None:
@@ -273,11 +283,11 @@ def _score(shared: _Shared, worker: _Worker | None, fields: bytes) -> tuple[_Wor
     return None, failed("error", "two workers ended before they began this item")
 
 
-def _settle(ready: Future[None], error: Exception | None = None) -> None:
+def _settle(ready: Future[frozenset[str]], found: frozenset[str] | Exception) -> None:
     """Let the first thread decide whether the function loads."""
     try:
-        ready.set_result(None) if error is None else ready.set_exception(error)
-    except Exception:  # another thread was first
+        ready.set_exception(found) if isinstance(found, Exception) else ready.set_result(found)
+    except InvalidStateError:  # another thread was first
         return
 
 

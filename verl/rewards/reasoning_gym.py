@@ -19,7 +19,7 @@ def reasoning_gym(response: str, entry: Mapping[str, Any], task: str | None = No
     """
     task = task or (entry.get("metadata") or {}).get("source_dataset")
     if not task:
-        raise ValueError("the entry's metadata has no 'source_dataset': give the task in the key 'kwargs'")
+        raise ValueError("the entry's metadata has no 'source_dataset': give the task in reward.kwargs")
     return float(_task(task).score_answer(answer=_tagged(response, tag), entry=dict(entry)))
 
 

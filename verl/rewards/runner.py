@@ -48,6 +48,8 @@ class RewardRunner:
             one of those; or a reward model (anything with ``score_items``)
     config  time limit, workers, what failures do; not needed where ``reward`` is a RewardConfig
 
+    needs   the fields of an item that the function can't be called without, by name; known once the workers run
+
     Usable from any thread, and a context manager. Raises ConfigError when no reward, or more than one, is given.
     """
 
@@ -60,6 +62,7 @@ class RewardRunner:
             reward, config = None, reward
         self.config = config or RewardConfig()
         self.counts = RewardCounts()
+        self.needs: frozenset[str] = frozenset()
         self._lock = threading.Lock()
         self._cache: OrderedDict[bytes, RewardResult] = OrderedDict()
         self._executor: ThreadPoolExecutor | None = None
@@ -84,7 +87,7 @@ class RewardRunner:
     def start_workers(self) -> None:
         """``start`` without loading a model: what finds out whether the function can be loaded."""
         if self._pool is not None:
-            self._pool.start()
+            self.needs = self._pool.start()
 
     def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         """One result an item, in order.
@@ -135,6 +138,7 @@ class RewardRunner:
         if shipped is not None:
             logger.warning("the reward runs in this process, without time limits: %s", shipped)
         call = bind(source.load(), self.config.kwargs)
+        self.needs = call.needs
 
         def one(item: RewardItem) -> RewardResult:
             try:
@@ -198,9 +202,16 @@ def _only_one(reward: Any, config: RewardConfig) -> Any:
 
 
 def _source(reward: Any) -> Source:
-    """Where the function comes from. Raises UnknownName for text that is neither a name nor a function's place."""
-    if not isinstance(reward, str):
+    """Where the function comes from. Raises UnknownName for text that is neither a name nor a function's place,
+    ConfigError for what is neither text nor a function."""
+    if callable(reward):
         return Given(reward)
+    if not isinstance(reward, str):
+        raise ConfigError(
+            "a reward is a function (prompt, response, ground_truth, **row) -> float, a class of such, a reward model "
+            f"or text ({', '.join(sorted(REWARDS))}, 'file.py:function', 'module:function'), got "
+            f"{type(reward).__name__} {reward!r}"
+        )
     if ":" not in reward and reward not in REWARDS:
         raise UnknownName("reward", reward, REWARDS)
     return find(REWARDS.get(reward, reward))

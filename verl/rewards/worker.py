@@ -13,9 +13,10 @@ import sys
 from multiprocessing.connection import Connection
 from typing import Any
 
+from verl.common.errors import VerlError
 from verl.common.guardian import go_on_in_child
 from verl.rewards.base import RewardResult, as_result, failed
-from verl.rewards.calling import Call, bind, describe
+from verl.rewards.calling import Bound, Call, bind, describe
 
 READY, BROKEN, STARTED = b"ready", b"broken", b"started"
 
@@ -29,10 +30,13 @@ def main(channel_fd: int, parent: int) -> None:
         call = _load(pickle.loads(channel.recv_bytes()))
     except EOFError:
         return
+    except VerlError as error:
+        channel.send_bytes(BROKEN + str(error).encode())
+        return
     except BaseException as error:  # user code: a module may even exit
         channel.send_bytes(BROKEN + describe(error).encode())
         return
-    channel.send_bytes(READY)
+    channel.send_bytes(READY + " ".join(call.needs).encode())
     own = os.getpid()
     while True:
         try:
@@ -45,7 +49,7 @@ def main(channel_fd: int, parent: int) -> None:
         channel.send_bytes(pickle.dumps((result.score, dict(result.parts), result.failure, result.detail)))
 
 
-def _load(greeting: dict[str, Any]) -> Call:
+def _load(greeting: dict[str, Any]) -> Bound:
     """Take over the parent's import path, then load the function, which may need it."""
     sys.path[:] = greeting["sys_path"]
     for name, value in greeting["environment"].items():

@@ -47,6 +47,8 @@ def assemble(config: OnPolicyRun, given: Given) -> Parts:
     with controller_for(config, given.model) as controller, ExitStack() as on_error:
         inputs = load_inputs(config, given)
         on_error.callback(inputs.rewards.close)
+        inputs.rewards.start_workers()
+        inputs.check_columns()
         inputs.rewards.start()
         recipe = replace(recipe_of(config, inputs.tokenizer), rollout=config.rollout, critic=config.critic)
         parts = _parts(config, inputs, build_roles(config, given.model, recipe, controller, inputs.reward_model))

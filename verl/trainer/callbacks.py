@@ -6,9 +6,9 @@ saved state comes last.
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from verl.engines.packing import cut_by_tokens, kept_together, rows_of, unit_len
 from verl.observe.health import HealthWatch
 from verl.observe.history import METRICS_FILE, load_metrics
 from verl.observe.trackers import TrackedRun, Trackers, open_trackers
+from verl.trainer.output import json_lines
 from verl.trainer.resume import check_room, holds_run, save
 from verl.trainer.run_in_progress import RunInProgress
 from verl.workers.trained import Critic, TrainedRole
@@ -229,32 +230,15 @@ def _gives_numbers(role: TrainedRole, batch: Batch | None) -> bool:
 
 
 def write_rows(path: Path, rows: list[dict[str, object]]) -> None:
-    """Write JSON lines; a full disk costs the samples, not the run.
-
-    What JSON can't hold is written as text; a lone surrogate, which UTF-8 can't hold, as JSON's escape of it.
-    """
+    """Write JSON lines; a full disk costs the samples, not the run, and leaves no half of them."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
-            for row in rows:
-                file.write(_json(row) + "\n")
+        with path.open("w", encoding="utf-8") as file:
+            file.writelines(json_lines(rows))
     except OSError as error:
         log.warning("samples were not written to %s: %s", path, error)
-
-
-def _json(row: Mapping[str, object]) -> str:
-    try:
-        return json.dumps(row, ensure_ascii=False, default=str)
-    except (TypeError, ValueError, RecursionError):  # keys that are no text, a value within itself
-        return json.dumps({key: _jsonable(value) for key, value in row.items()}, ensure_ascii=False, default=str)
-
-
-def _jsonable(value: object) -> object:
-    try:
-        json.dumps(value, default=str)
-    except (TypeError, ValueError, RecursionError):
-        return repr(value)
-    return value
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def run_file(trainer: RunInProgress, kind: str) -> Path:

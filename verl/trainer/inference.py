@@ -5,13 +5,12 @@ The same data path, rollout engine, rewards and validation as in training, witho
 
 from __future__ import annotations
 
-import json
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -19,10 +18,9 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from verl.common.errors import ConfigError, DataError
-from verl.common.files import write_text
 from verl.common.seeding import derive_seed, seed_everything
 from verl.data.config import DataConfig
-from verl.data.prompts import PromptDataset, load_prompts
+from verl.data.prompts import OVERLONG_ADVICE, PromptDataset, load_prompts
 from verl.models.causal_lm import CausalLM
 from verl.models.loading import (
     ModelConfig,
@@ -37,7 +35,8 @@ from verl.rewards.config import RewardConfig
 from verl.rewards.runner import RewardRunner
 from verl.rollout import ROLLOUT_ENGINES
 from verl.rollout.base import Request, RolloutEngine, SamplingParams
-from verl.trainer.inputs import pick_device
+from verl.trainer.inputs import check_columns, pick_device
+from verl.trainer.output import json_lines, write_output
 from verl.trainer.validation import Evaluation, evaluate
 from verl.workers.rollout import Rollout
 
@@ -77,6 +76,8 @@ def load_sampler(
 ) -> Sampler:
     """The model folder ``model`` behind a rollout engine. Raises ConfigError and DataError for what isn't there."""
     disable_progress_bar()  # on standard error, among what a command says
+    if not 0 <= seed < 2**63:
+        raise ConfigError(f"trainer.seed must be at least 0 and below 2^63, got {seed}")
     config = ModelConfig(path=model, amp_dtype=amp_dtype)
     where = pick_device(device)
     tokenizer = load_tokenizer(config)
@@ -107,7 +108,7 @@ def generate_file(
     ]
     responses = sampler.engine.generate(requests)
     texts = sampler.tokenizer.batch_decode([r.response_ids for r in responses], skip_special_tokens=True)
-    lines = []
+    records = []
     for i, (response, text) in enumerate(zip(responses, texts, strict=True)):
         row = dataset[i // num_samples]
         record = {
@@ -119,9 +120,9 @@ def generate_file(
             "finish_reason": response.finish_reason.word,
             "text": text,
         }
-        lines.append(json.dumps(record, ensure_ascii=False) + "\n")
-    write_text(out, "".join(lines))
-    return len(lines)
+        records.append(record)
+    write_output(out, "".join(json_lines(records)))
+    return len(records)
 
 
 def evaluate_model(
@@ -136,10 +137,13 @@ def evaluate_model(
     batch_rows: int = 256,
 ) -> Evaluation:
     """Accuracy and pass@k of the sampler's model on ``data.train``."""
+    if not math.isfinite(passing):
+        raise ConfigError(f"passing must be a finite number, got {passing}")
     _check_samples(num_samples, sampling)
     dataset = _load(sampler, data)
     with RewardRunner(reward) as rewards:
         rewards.start()
+        check_columns(rewards, dataset, "data.train")
         rollout = Rollout(sampler.engine, sampler.tokenizer, sampling, num_samples)
         return evaluate(dataset, rollout, rewards, batch_rows=batch_rows, seed=seed, passing=passing)
 
@@ -152,7 +156,7 @@ def data_config(
     if room < 1:
         raise ConfigError(
             f"max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt: the model has "
-            f"{sampler.max_positions} positions. Lower max_new_tokens (--max-new-tokens)"
+            f"{sampler.max_positions} positions. Lower max_new_tokens"
         )
     return DataConfig.parse(
         {
@@ -163,7 +167,8 @@ def data_config(
             "overlong_prompts": "error",
             "shuffle": False,
             **keys,
-        }
+        },
+        "data",
     )
 
 
@@ -171,29 +176,13 @@ def _load(sampler: Sampler, data: DataConfig) -> PromptDataset:
     try:
         return load_prompts(data.train, data, sampler.tokenizer, max_rows=data.max_train_rows)
     except DataError as error:
-        if "data.max_prompt_tokens" not in str(error):
+        if OVERLONG_ADVICE not in str(error):
             raise
         raise DataError(
             f"the model has {sampler.max_positions} positions, and the response may take all but "
-            f"{data.max_prompt_tokens} of them: lower max_new_tokens. {error}"
+            f"{data.max_prompt_tokens} of them. "
+            + str(error).replace(OVERLONG_ADVICE, "Lower max_new_tokens, or shorten these prompts:")
         ) from error
-
-
-def prepare_output(path: Path, source: str | Path = "", option: str = "--out") -> None:
-    """Raise ConfigError, before any work, when ``path`` can't become a file, or is ``source``, which is read.
-
-    option  the word of the command line that named ``path``, for the message
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise ConfigError(f"{option} {str(path)!r} can't be written: {error}") from error
-    if path.is_dir():
-        raise ConfigError(f"{option} {str(path)!r} is a folder: name a file")
-    if path.exists() and Path(source).is_file() and path.samefile(source):
-        raise ConfigError(f"{option} {str(path)!r} is the file that the prompts come from: name another one")
 
 
 def summary_lines(evaluation: Evaluation) -> Sequence[str]:

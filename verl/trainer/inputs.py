@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from verl.common.errors import ConfigError, VerlError
+from verl.common.errors import ConfigError, DataError, VerlError
 from verl.data.loader import Loader, RowT
 from verl.data.prompts import PromptDataset, load_prompts, shared_prompts
 from verl.models.loading import ModelConfig, load_model_config, load_tokenizer, position_limits
+from verl.rewards.base import RewardItem
 from verl.rewards.runner import RewardRunner
 from verl.trainer.base_sections import GIVEN, Run
 from verl.trainer.reward_folder import NamedRewardModel
@@ -101,6 +102,12 @@ class Inputs:
     train: PromptDataset
     val: PromptDataset | None
 
+    def check_columns(self) -> None:
+        """``check_columns`` of all prompts; the reward's workers run by now."""
+        for key, prompts in (("data.train", self.train), ("data.val", self.val)):
+            if prompts is not None:
+                check_columns(self.rewards, prompts, key)
+
 
 def load_inputs(config: OnPolicyRun, given: Given) -> Inputs:
     """Everything that can be wrong before a model is loaded, the cheap first. The reward's workers don't run yet.
@@ -140,6 +147,18 @@ def reward_keys(reward: Any) -> dict[str, Any]:
     """A reward written as one word, or a callable, as keys: ``file.py:function``, ``module:function`` or a name."""
     is_name = isinstance(reward, str) and ":" not in reward
     return {"name": reward} if is_name else {"function": reward}
+
+
+def check_columns(rewards: RewardRunner, prompts: PromptDataset, key: str) -> None:
+    """Raise DataError where the reward, whose workers run, can't be called without a column that ``prompts``, those of
+    ``key``, don't have."""
+    row = prompts[0]  # every row has the columns of all
+    fields = {*RewardItem(prompt=row.prompt, response="", row=row.as_mapping()).fields(), "prompt_ids", "response_ids"}
+    if missing := sorted(rewards.needs - fields):
+        raise DataError(
+            f"{key}: the reward needs {', '.join(map(repr, missing))}, and the rows of {row.source!r} have no such "
+            f"column; they have {', '.join(map(repr, sorted(fields)))}. Use data with the column, or another reward"
+        )
 
 
 def load_data(

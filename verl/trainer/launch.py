@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from verl.common.errors import DataError, VerlError
+from verl.common.errors import ConfigError, DataError, VerlError
 from verl.observe.comparison import load_runs, panel_keys, print_comparison
 from verl.observe.curve import reward_curve_png
 from verl.observe.history import METRICS_FILE, load_metrics
@@ -20,7 +20,6 @@ from verl.observe.keys import CURVES
 from verl.observe.report import curve_key, print_report
 from verl.trainer.base_sections import Run
 from verl.trainer.families import trainer_class
-from verl.trainer.inference import prepare_output
 from verl.trainer.placement import serve_rank_0
 from verl.trainer.resume import prepare_folder
 from verl.trainer.run_loop import RunResult
@@ -86,8 +85,12 @@ def report(runs: Sequence[Path], picture: Path | None = None) -> None:
         keys = panel_keys(loaded)
         if not keys:
             raise DataError(f"nothing to draw: no step of {', '.join(loaded)} has any of {', '.join(CURVES)}")
-        prepare_output(picture, option="--png")
-        log.info("curves drawn in %s", reward_curve_png(loaded, picture, keys))
+        try:
+            log.info("curves drawn in %s", reward_curve_png(loaded, picture, keys))
+        except ConfigError as error:
+            raise ConfigError(f"--png {str(picture)!r}: {error}") from error
+        except OSError as error:
+            raise ConfigError(f"--png {str(picture)!r} can't be written: {error.strerror or error}") from error
     if len(loaded) > 1:
         print_comparison(loaded)
         return
@@ -103,7 +106,10 @@ def _draw_in_folder(folder: Path) -> None:
     if find_spec("matplotlib") is None:
         log.info("no picture of the curve: pip install 'verl[plot]'")
         return
-    log.info("curve drawn in %s", reward_curve_png(folder, folder / f"{CURVES[key]}.png", [key]))
+    try:
+        log.info("curve drawn in %s", reward_curve_png(folder, folder / f"{CURVES[key]}.png", [key]))
+    except OSError as error:
+        log.warning("no picture of the curve: %s can't be written: %s", folder / f"{CURVES[key]}.png", error)
 
 
 @contextmanager

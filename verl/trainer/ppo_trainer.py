@@ -73,6 +73,7 @@ class PPOTrainer(RunLoop[OnPolicyRun, Parts]):
         inputs = load_inputs(config, Given())
         with inputs.rewards as rewards:
             rewards.start_workers()
+            inputs.check_columns()
         train, trainer = inputs.train, config.trainer
         steps = trainer.total_steps or -(-len(train) * (trainer.epochs or 1) // trainer.prompts_per_step)
         algorithm = ALGORITHMS.load(config.algorithm.name)(config.algorithm)
