@@ -144,6 +144,17 @@ def test_other_rows_than_before_are_named(tmp_path: Path, caplog: pytest.LogCapt
     assert "data.train holds other rows" in caplog.text
 
 
+def test_a_run_whose_checkpoints_are_all_damaged_is_left_as_it_is(tmp_path: Path) -> None:
+    run(tmp_path, 2, trainer__total_steps=4, trainer__save_every=1)
+    for manifest in (tmp_path / "run" / "checkpoints").glob("step_*/manifest.json"):
+        manifest.write_text("")
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    with pytest.raises(CheckpointError, match=r"none of the 2 .*step_000002 .*manifest.*trainer\.output_dir"):
+        run(tmp_path, trainer__total_steps=4, trainer__save_every=1)
+    after = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert after == before and checkpoints_of(tmp_path / "run") == ["step_000001", "step_000002"]
+
+
 def test_nothing_is_saved_of_a_step_that_broke_within_its_update(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -14,7 +14,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from verl.common.background import Background
-from verl.common.errors import ConfigError, VerlError
+from verl.common.errors import CheckpointError, ConfigError, VerlError
 from verl.observe.memory import available_bytes
 from verl.trainer.base_sections import BaseTrainerConfig
 from verl.trainer.checkpoint import JSON, CheckpointStore, changed_keys
@@ -124,12 +124,18 @@ def _least_bytes(parts: RunParts) -> int:
 def restore(trainer: RunInProgress) -> None:
     """Take up the newest whole checkpoint of the run directory, if there is one and ``trainer.resume`` allows it.
 
-    Raises ConfigError when it belongs to another model or algorithm, CheckpointError when it doesn't fit.
+    Raises ConfigError when it belongs to another model or algorithm, CheckpointError when it doesn't fit or when there
+    are checkpoints and all are damaged: a start from nothing would write over what may still be mended.
     """
     config = trainer.config
     if config.trainer.resume != "auto" or not (config.trainer.output_dir / "checkpoints").is_dir():
         return
-    checkpoint = _store(trainer).latest()
+    try:
+        checkpoint = _store(trainer).latest()
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error}. Mend one, or set trainer.output_dir to another folder to start anew"
+        ) from error
     if checkpoint is None:
         return
     _check_config(checkpoint.state["config"], config.model_dump(mode="json"), checkpoint.path)
