@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from tests.tiny import FAMILIES, tiny_folder, tiny_model, word_tokenizer
-from verl.common.errors import ConfigError, DataError
+from verl.common.errors import ConfigError, DataError, UnsupportedModel
 from verl.common.seeding import seed_everything
+from verl.models.causal_lm import CausalLM
 from verl.models.loading import (
     ModelConfig,
     character_tokenizer,
@@ -141,6 +142,16 @@ def test_a_reward_model_is_no_causal_language_model(tmp_path: Path) -> None:
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(DataError, match=r"model\.path='.*lack lm_head\.weight, which"):
         load_model(ModelConfig(path=str(tmp_path)), word_tokenizer(), CPU, torch.float32)
+
+
+def test_weights_that_are_no_numbers_are_traced_to_their_folder(tmp_path: Path) -> None:
+    path = tiny_folder(tmp_path) / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, path, metadata={"format": "pt"})
+    module = load_model(ModelConfig(path=str(tmp_path)), word_tokenizer(), CPU, torch.float32)
+    with pytest.raises(UnsupportedModel, match=rf"no finite numbers: .* model\.path \(read from '{tmp_path}'\)"):
+        CausalLM(module)
 
 
 @pytest.mark.parametrize("path", ["./nowhere", "/no/where", "~/no/where/at/all"])
