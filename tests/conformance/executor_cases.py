@@ -171,6 +171,14 @@ def a_constructor_that_raises(controller: Controller, size: int) -> None:
         controller.group("trouble", Trouble, pool(size), fail_at=size - 1)
 
 
+@general
+def a_constructor_that_refuses_what_it_is_given(controller: Controller, size: int) -> None:
+    with pytest.raises(ConfigError) as caught:
+        controller.group("trouble", Trouble, pool(size), refuse_at=size - 1)
+    assert str(caught.value).startswith("unknown sort 'twig'; did you mean 'twin'? Known: twin (trouble worker, rank ")
+    assert "Traceback" not in str(caught.value)
+
+
 @several
 def the_first_error_ends_the_wait(controller: Controller, size: int) -> None:
     trouble = controller.group("trouble", Trouble, pool(size))

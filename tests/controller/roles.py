@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from verl.common.errors import UnknownName
 from verl.controller import (
     Place,
     broadcast,
@@ -80,8 +81,10 @@ class Echo:
 class Trouble:
     """Goes wrong in the ways that workers do."""
 
-    def __init__(self, place: Place, fail_at: int = -1) -> None:
+    def __init__(self, place: Place, fail_at: int = -1, refuse_at: int = -1) -> None:
         self.place = place
+        if place.rank == refuse_at:
+            raise UnknownName("sort", "twig", ["twin"])
         if place.rank == fail_at:
             raise ValueError(f"no object on rank {place.rank}")
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
+
 from tests.controller.roles import Echo, Trouble
+from verl.common.errors import ConfigError
 from verl.controller.place import Place
 from verl.controller.results import Kept
 from verl.controller.worker import Create, Invoke, Worker
@@ -22,6 +25,13 @@ def test_reports_what_is_raised() -> None:
     worker.run(Create("t", Place(), Kept((Trouble, {}))))
     reply = worker.run(Invoke("t", "raises", {"rank": Kept(0)}))
     assert reply.result is None and "KeyError: 'nothing there'" in reply.failure
+
+
+def test_says_in_one_line_what_a_constructor_refuses() -> None:
+    reply = Worker(Kept).run(Create("t", Place(rank=2, world_size=3), Kept((Trouble, {"refuse_at": 2}))))
+    again = pickle.loads(pickle.dumps(reply)).refusal
+    assert type(again) is ConfigError and str(again).endswith("Known: twin (t worker, rank 2)")
+    assert "UnknownName" in reply.failure
 
 
 def test_positions_beyond_nine_keep_their_order() -> None:

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from tests.tiny import tiny_folder, tiny_model, word_tokenizer
-from verl.common.errors import ConfigError, DataError
+from tests.tiny import FAMILIES, tiny_folder, tiny_model, word_tokenizer
+from verl.common.errors import ConfigError, DataError, UnsupportedModel
 from verl.common.seeding import seed_everything
+from verl.models.causal_lm import CausalLM
 from verl.models.loading import (
     ModelConfig,
     character_tokenizer,
@@ -98,6 +100,12 @@ def short_weights(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:100])
 
 
+def lose(folder: Path, *names: str) -> None:
+    path = folder / "model.safetensors"
+    tensors = {name: tensor for name, tensor in load_file(path).items() if name not in names}
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
 def broken_config(folder: Path) -> None:
     (folder / "config.json").write_text("{")
 
@@ -117,6 +125,33 @@ def test_damaged_folders_are_named(tmp_path: Path, damage: Any) -> None:
     damage(folder)
     with pytest.raises(DataError, match=r"model\.path='.*' doesn't load as a causal language model: \w+"):
         load_model(ModelConfig(path=str(folder)), word_tokenizer(), CPU, torch.float32)
+
+
+def test_a_folder_that_lacks_weights_is_refused(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path)
+    lose(folder, "model.layers.1.mlp.down_proj.weight")
+    with pytest.raises(
+        DataError, match=r"model\.path='.*lack model\.layers\.1\.mlp\.down_proj\.weight, which"
+    ) as caught:
+        load_model(ModelConfig(path=str(folder)), word_tokenizer(), CPU, torch.float32)
+    assert "DataError" not in str(caught.value)
+
+
+def test_a_reward_model_is_no_causal_language_model(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("llama", **{**FAMILIES["llama"], "num_labels": 1, "pad_token_id": 0})
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(DataError, match=r"model\.path='.*lack lm_head\.weight, which"):
+        load_model(ModelConfig(path=str(tmp_path)), word_tokenizer(), CPU, torch.float32)
+
+
+def test_weights_that_are_no_numbers_are_traced_to_their_folder(tmp_path: Path) -> None:
+    path = tiny_folder(tmp_path) / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, path, metadata={"format": "pt"})
+    module = load_model(ModelConfig(path=str(tmp_path)), word_tokenizer(), CPU, torch.float32)
+    with pytest.raises(UnsupportedModel, match=rf"no finite numbers: .* model\.path \(read from '{tmp_path}'\)"):
+        CausalLM(module)
 
 
 @pytest.mark.parametrize("path", ["./nowhere", "/no/where", "~/no/where/at/all"])

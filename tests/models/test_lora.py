@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.tiny import tiny_model
-from verl.common.errors import CheckpointError, ConfigError, MissingExtra
+from verl.common.errors import CheckpointError, ConfigError, DataError, MissingExtra
 from verl.models import lora
 from verl.models.attention import PackedAttention
 from verl.models.causal_lm import CausalLM
@@ -143,6 +143,18 @@ def test_an_adapter_s_folder_loads_as_the_merged_model(tmp_path: Path) -> None:
     loaded = load_model(config, None, CPU, torch.float32)  # type: ignore[arg-type]  # a path needs no tokenizer
     assert not has_adapter(loaded)
     assert difference(loaded, module) < 1e-4
+
+
+def test_an_adapter_on_a_base_that_lacks_weights_is_refused(tmp_path: Path) -> None:
+    whole = tiny_model("llama")
+    kept = {name: tensor for name, tensor in whole.state_dict().items() if name != "lm_head.weight"}
+    whole.save_pretrained(tmp_path / "base", state_dict=kept)
+    module = tiny_model("llama")
+    add_adapter(module, LoraConfig(rank=2), base=str(tmp_path / "base"), seed=0)
+    save_adapter(tmp_path / "adapter", module, trained(module))
+    config = ModelConfig(path=str(tmp_path / "adapter"), tokenizer="chars:ab")
+    with pytest.raises(DataError, match=r"model\.path='.*adapter'.* weights in '.*base' lack lm_head\.weight"):
+        load_model(config, None, CPU, torch.float32)  # type: ignore[arg-type]  # a path needs no tokenizer
 
 
 def test_the_base_is_found_beside_an_adapter_that_was_moved(tmp_path: Path) -> None:

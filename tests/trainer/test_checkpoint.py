@@ -140,11 +140,13 @@ def test_damaged_newest_is_skipped_with_a_warning(tmp_path: Path, damage, caplog
         open_checkpoint(tmp_path / "checkpoints/step_000004")
 
 
-def test_all_damaged_is_none_and_every_one_named(tmp_path: Path, caplog) -> None:
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_all_damaged_is_an_error_and_every_one_named(tmp_path: Path, damage, caplog) -> None:
     store = CheckpointStore(tmp_path)
-    for step in (2, 4):
-        truncate_model(save(store, step))
-    assert store.latest() is None
+    reason = [damage(save(store, step)) for step in (2, 4)][1]
+    with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints in .* is whole: .*step_000004 is") as caught:
+        store.latest()
+    assert reason in str(caught.value)
     assert "step_000002" in caplog.text and "step_000004" in caplog.text
 
 

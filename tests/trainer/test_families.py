@@ -25,6 +25,15 @@ def test_the_trainer_follows_from_the_config() -> None:
     assert trainer_class(config) is TRAINERS.load("preference")
 
 
+@pytest.mark.parametrize("family", RUNS)
+def test_two_runs_that_name_no_folder_have_one_each(family: str) -> None:
+    name = next(name for name in sorted(ALGORITHMS) if ALGORITHMS.load(name).family == family)
+    reward = {"reward": {"name": "exact"}} if family == "on_policy" else {}
+    keys = {"model": {"path": "m"}, "data": {"train": "d"}, "algorithm": name, **reward}
+    first, second = (run_class(name).parse(keys).trainer.output_dir for _ in range(2))
+    assert first != second
+
+
 def test_an_unknown_algorithm_is_named() -> None:
     with pytest.raises(UnknownName, match="did you mean 'dpo'"):
         run_class("dp0")

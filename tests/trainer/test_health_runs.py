@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from tests.tiny import tiny_folder
 from tests.trainer.runs import checkpoints_of, metrics_of, sections
 from verl.common.errors import NotFinite
 from verl.trainer.ppo_trainer import PPOTrainer
@@ -46,6 +47,19 @@ def overflowing(until: int = 10**9) -> Callable[[str, str, str], float]:
         return HUGE * (-1) ** number if number < until else float(number % 2)
 
     return score
+
+
+def test_weights_that_are_damaged_from_the_start_are_those_of_model_path(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A row of the embedding that only these prompts read."""
+    path = tiny_folder(tmp_path / "model") / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.embed_tokens.weight"][-1] = float("nan")
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(NotFinite, match=r"not finite numbers.*model\.path"):
+        run(tmp_path, steps=2, model={"path": str(path.parent)})
+    assert f"those of model.path='{path.parent}' are damaged" in caplog.text and "optim.lr" not in caplog.text
 
 
 @pytest.mark.parametrize("save_every", [1, None])

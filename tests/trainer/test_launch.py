@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from tests.tiny import tiny_folder
 from tests.trainer.runs import (
     REWARDS,
     checkpoints_of,
@@ -17,6 +19,7 @@ from tests.trainer.runs import (
     metrics_of,
     prompts,
     sections,
+    verl,
     write_jsonl,
 )
 from verl.cli import app
@@ -117,6 +120,19 @@ def torchrun(*words: str, ranks: int = 2) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [*launch, *words], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_model_folder_that_does_not_load_is_one_line_wherever_it_is_read(tmp_path: Path, devices: int) -> None:
+    path = tiny_folder(tmp_path / "model") / "model.safetensors"
+    kept = {name: tensor for name, tensor in load_file(path).items() if name != "lm_head.weight"}
+    save_file(kept, path, metadata={"format": "pt"})
+    file = config_file(tmp_path, model={"path": str(path.parent)}, placement__devices=devices)
+    done = verl("train", str(file))
+    assert done.returncode == 1 and "Traceback" not in done.stderr and "worker, rank 0: was ended" not in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"error: model.path='{path.parent}' doesn't load") and "lack lm_head.weight" in last
+    assert last.endswith(")") is (devices > 1)
 
 
 SCRIPT = """

@@ -48,6 +48,19 @@ def small(folder: Path, **sections: Any) -> dict[str, Any]:
     }
 
 
+def test_two_trainers_of_one_program_each_have_a_folder_and_learn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    keys = {key: value for key, value in small(tmp_path).items() if key != "trainer"}
+    for _ in range(2):
+        trainer = PPOTrainer(tiny_model("llama"), WORDS, digits, tokenizer=word_tokenizer(), **keys)
+        assert trainer.run().steps == 1 and len(trainer.metrics) > 1
+        trainer.close()
+    folders = list((tmp_path / "runs").iterdir())
+    assert len(folders) == 2 and all(len(metrics_of(folder)) == 1 for folder in folders)
+
+
 @pytest.mark.parametrize("mini_batches", [1, 2])
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_without_learning_the_policy_stays_its_own_old_self(tmp_path: Path, algorithm: str, mini_batches: int) -> None:

@@ -21,6 +21,10 @@ from tests.trainer.runs import (
     sections,
 )
 from verl.common.errors import CheckpointError, ConfigError
+from verl.common.section import key_paths
+from verl.engines.config import EngineConfig, TrainedConfig
+from verl.rollout import ROLLOUT_ENGINES
+from verl.trainer import resume
 from verl.trainer.ppo_trainer import PPOTrainer, RunResult
 from verl.trainer.sections import OnPolicyRun
 
@@ -138,10 +142,61 @@ def test_keys_that_change_the_curve_are_named(tmp_path: Path, caplog: pytest.Log
     assert "trainer.total_steps" not in text
 
 
+HOW = {
+    "actor__max_tokens_per_micro_batch": 64,
+    "actor__offload_optimizer": True,
+    "actor__gradient_checkpointing": True,
+    "actor__reshard_after_forward": False,
+    "reference__max_tokens_per_micro_batch": 64,
+    "critic__gradient_checkpointing": True,
+    "rollout__block_size": 4,
+    "rollout__cache_tokens": 256,
+    "rollout__memory_frac": 0.5,
+    "rollout__max_running_rows": 3,
+    "rollout__max_prefill_tokens": 16,
+    "rollout__prefix_cache": False,
+    "rollout__use_cuda_graph": False,
+    "reward__workers": 1,
+    "reward__cache": True,
+    "validation__every": 1,
+}
+
+
+def test_keys_of_memory_and_speed_are_no_other_curve(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run(tmp_path / "straight", trainer__total_steps=2)
+    run(tmp_path / "parts", 1, trainer__total_steps=2)
+    run(tmp_path / "parts", trainer__total_steps=2, **HOW)
+    assert "not the same curve" not in caplog.text
+    straight, parts = (rollouts_of(tmp_path / name / "run")["step_000002.jsonl"] for name in ("straight", "parts"))
+    assert [row["response"] for row in parts] == [row["response"] for row in straight]
+
+
+def test_every_key_of_how_a_role_runs_is_known_as_one() -> None:
+    """Whatever is added to these sections has to be decided on."""
+    learnt = {"epochs_per_step", "mini_batches_per_epoch", "name", "temperature", "max_response_tokens", "stop"}
+    learnt |= {"stop_token_ids", "ignore_eos"}
+    native = ROLLOUT_ENGINES.load("native").Config
+    for section, kind in {"actor": TrainedConfig, "reference": EngineConfig, "rollout": native}.items():
+        keys = [key for key in key_paths(kind) if not key.startswith("optim") and key not in {*learnt, "parallel"}]
+        for key in keys:
+            assert resume._HOW.fullmatch(f"{section}.{key}"), key
+
+
 def test_other_rows_than_before_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run(tmp_path)
     run(tmp_path, rows=9, trainer__total_steps=3)
     assert "data.train holds other rows" in caplog.text
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_left_as_it_is(tmp_path: Path) -> None:
+    run(tmp_path, 2, trainer__total_steps=4, trainer__save_every=1)
+    for manifest in (tmp_path / "run" / "checkpoints").glob("step_*/manifest.json"):
+        manifest.write_text("")
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    with pytest.raises(CheckpointError, match=r"none of the 2 .*step_000002 .*manifest.*trainer\.output_dir"):
+        run(tmp_path, trainer__total_steps=4, trainer__save_every=1)
+    after = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert after == before and checkpoints_of(tmp_path / "run") == ["step_000001", "step_000002"]
 
 
 def test_nothing_is_saved_of_a_step_that_broke_within_its_update(

@@ -160,5 +160,9 @@ def test_what_is_no_reward_model_is_refused(tmp_path: Path) -> None:
         RewardModel(classifier(labels=2))
     with pytest.raises(UnsupportedModel, match=r"lack score\.weight"):
         RewardModel(tiny_folder(tmp_path), device="cpu")
+    kept = {name: tensor for name, tensor in classifier().state_dict().items() if "layers.1.mlp" not in name}
+    classifier().save_pretrained(tmp_path / "part", state_dict=kept)
+    with pytest.raises(UnsupportedModel, match=r"lack model\.layers\.1\.mlp\.down_proj\.weight, "):
+        RewardModel(tmp_path / "part", device="cpu")
     with pytest.raises(ConfigError, match="max_batch_tokens"):
         RewardModel(max_batch_tokens=0)

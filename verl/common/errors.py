@@ -100,6 +100,14 @@ class WorkerError(VerlError):
         self.role, self.rank = role, rank
 
 
+def plain(error: VerlError, where: str) -> VerlError:
+    """``error`` as one of the kinds that take a message alone, which any process can unpickle; its text ends with
+    ``where`` it was raised."""
+    kinds = (ConfigError, DataError, UnsupportedModel, CheckpointError)
+    kind = next((kind for kind in kinds if isinstance(error, kind)), VerlError)
+    return kind(f"{error} ({where})")
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """``"; did you mean 'x'?"`` for the nearest of ``known``, or an empty string.
 

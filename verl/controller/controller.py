@@ -88,6 +88,7 @@ class Controller:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if kind is not None:
+            self._finish(_closed())  # before the workers end, or that were an error of theirs
             self._kill()  # what runs is of no use any more
         self.close()
 
@@ -99,7 +100,8 @@ class Controller:
         name    of the role, for errors; one group of a controller has it
         role    a class whose methods are marked with ``dispatch``; a kwarg that is a handle is loaded by the workers
         layout  ranks that share one copy of the role
-        Raises ConfigError for sizes that don't fit, WorkerError when a constructor fails.
+        Raises ConfigError for sizes that don't fit; when a constructor fails WorkerError, or what it said where that is
+        a VerlError, as one of the kinds that ``plain`` knows.
         """
         rules = rules_of(role)
         if name in self._names:
@@ -131,7 +133,7 @@ class Controller:
 
     def close(self) -> None:
         """End every worker. Handles that aren't done raise; what was fetched stays. May be called twice."""
-        is_busy = self._finish(VerlError("the controller was closed before this call was done"))
+        is_busy = self._finish(_closed())
         if is_busy:
             self._kill()
         self._executor.close()
@@ -202,11 +204,11 @@ class Controller:
         with self._lock:
             self._open_calls.discard(call)
 
-    def lost(self, error: WorkerError) -> None:
+    def lost(self, error: VerlError) -> None:
         """A worker is gone, or others wait for what it won't do: everything ends, with the first such error."""
-        follows = self._end is not None
+        follows = logging.INFO if isinstance(self._end, WorkerError) else logging.DEBUG  # the program ended them
         # at once: a launcher may end this process before the program gets to see it
-        log.log(logging.INFO if follows else logging.ERROR, "%s", error)
+        log.log(logging.ERROR if self._end is None else follows, "%s", error)
         self._finish(error)
         self._kill()
 
@@ -222,6 +224,10 @@ class Controller:
     def _kill(self) -> None:
         for endpoint in list(self._lanes):
             endpoint.kill()
+
+
+def _closed() -> VerlError:
+    return VerlError("the controller was closed before this call was done")
 
 
 class _Call:
@@ -261,7 +267,7 @@ class _Call:
             self.fail(failed)
             return
         if reply is not None and reply.result is None:
-            error = WorkerError(self._role, rank, f"{self._method} raised\n{reply.failure}")
+            error = reply.refusal or WorkerError(self._role, rank, f"{self._method} raised\n{reply.failure}")
             if self._is_joint:
                 self._wait_for_a_cause()
                 self._controller.lost(error)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.common.collector import paused_collector
+from verl.common.errors import VerlError, plain
 from verl.controller.place import Place
 from verl.controller.results import Result, Store
 
@@ -38,10 +39,14 @@ Command = Create | Invoke
 
 @dataclass(frozen=True)
 class Reply:
-    """What became of a command: a result, or the traceback of what it raised."""
+    """What became of a command: a result, or the traceback of what it raised.
+
+    refusal  what a constructor said of what it was given, in this library's own words
+    """
 
     result: Result | None
     failure: str = ""
+    refusal: VerlError | None = None
 
 
 class Worker:
@@ -64,8 +69,11 @@ class Worker:
             positional = [arguments[key] for key in sorted(key for key in arguments if isinstance(key, int))]
             named = {key: value for key, value in arguments.items() if isinstance(key, str)}
             return Reply(self._store(getattr(self._roles[command.role], command.method)(*positional, **named)))
-        except Exception:  # user code: the caller gets its traceback
-            return Reply(None, traceback.format_exc())
+        except Exception as error:  # user code: the caller gets its traceback
+            refusal = None
+            if isinstance(command, Create) and isinstance(error, VerlError):
+                refusal = plain(error, f"{command.role} worker, rank {command.place.rank}")
+            return Reply(None, traceback.format_exc(), refusal)
 
     def _create(self, command: Create) -> None:
         if command.place.device.startswith("cuda"):

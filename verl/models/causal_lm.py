@@ -75,7 +75,8 @@ class CausalLM:
         """The head on the module's own states, then the whole on the same rows; looser where rounding is coarse."""
         ours = self._packed_logits(_probe_rows(self.module))
         if not bool(own_logits.isfinite().all()):
-            raise self._unsupported("its logits are no finite numbers: its weights are damaged")
+            origin = f", those of model.path (read from {self.module.name_or_path!r})," * bool(self.module.name_or_path)
+            raise self._unsupported(f"its logits are no finite numbers: its weights{origin} are damaged")
         is_exact = own_hidden.dtype == torch.float32
         for part, logits, limit in (
             ("output head", self.logits(own_hidden), 1e-3 if is_exact else 0.05),

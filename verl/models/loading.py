@@ -23,6 +23,7 @@ from verl.common.errors import ConfigError, DataError, VerlError
 from verl.common.section import Section
 from verl.models.lora import CONFIG as ADAPTER
 from verl.models.lora import LoraConfig, has_adapter, load_merged, root_of
+from verl.models.whole import load_whole
 
 log = logging.getLogger(__name__)
 
@@ -92,20 +93,21 @@ def load_model(
     """A causal language model on ``device`` in ``dtype``. Scratch models draw their weights from torch's generator; of
     an adapter's folder the model that it was trained beside, with the adapter merged into its weights.
 
-    Raises ConfigError for a wrong description, DataError for a folder that isn't there or doesn't load.
+    Raises ConfigError for a wrong description, DataError for a folder that isn't there, doesn't load or lacks weights.
     """
     described = load_model_config(config, tokenizer)
-    remote = {"trust_remote_code": config.trust_remote_code}
+    remote: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+    path = None if config.path is None else _place(config.path, "model.path")
     try:
-        if config.path is None:
+        if path is None:
             with device:  # where drawing a large model's weights is quick
                 model: Any = AutoModelForCausalLM.from_config(described, dtype=dtype, **remote)
         else:
-            path = _place(config.path, "model.path")
-            load: Any = AutoModelForCausalLM.from_pretrained
-            model = load_merged(path, partial(load, dtype=dtype, **remote))
+            model = load_merged(path, partial(load_whole, AutoModelForCausalLM, dtype=dtype, **remote))
             if has_adapter(model):
                 raise ConfigError(f"model.path={path!r} is an adapter on the hub: download it, and give the folder")
+    except DataError as error:
+        raise _unusable(config, error) from error
     except VerlError:
         raise
     except Exception as error:  # of many libraries' kinds; memory that runs out is no fault of the folder
@@ -194,7 +196,7 @@ def _scratch_config(description: dict[str, Any], tokenizer: PreTrainedTokenizerB
 
 
 def _unusable(config: ModelConfig, error: Exception) -> VerlError:
-    said = f"{type(error).__name__}: {error}"
+    said = str(error) if isinstance(error, VerlError) else f"{type(error).__name__}: {error}"
     if config.path is not None:
         return DataError(f"model.path={config.path!r} doesn't load as a causal language model: {said}")
     return ConfigError(f"model.scratch doesn't describe a {(config.scratch or {})['model_type']!r} model: {said}")

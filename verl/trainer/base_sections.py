@@ -117,7 +117,7 @@ class Run(Section):
     """Measuring on held-out rows."""
     placement: PlacementConfig = PlacementConfig()
     """Processes and devices of the roles."""
-    trainer: BaseTrainerConfig = BaseTrainerConfig()
+    trainer: BaseTrainerConfig = Field(default_factory=BaseTrainerConfig)
     """Length of the run and its outputs."""
     track: TrackConfig = TrackConfig()
     """Who is told of the metrics."""

@@ -201,6 +201,13 @@ class SaveCheckpoints(Callback):
         for role in trainer.parts.roles.trainable:
             if trainer.is_sound and _gives_numbers(role, self._learnt):
                 continue
+            if not trainer.steps_done:
+                path = trainer.config.model.path
+                return (
+                    f"the weights that the {role.name} starts with give numbers that aren't finite: those of "
+                    f"{'model.scratch' if path is None else f'model.path={path!r}'} are damaged, or too large for "
+                    f"model.amp_dtype={trainer.config.model.amp_dtype}"
+                )
             key = _key(role)
             newest = f"the newest checkpoint is of step {self.saved}" if self.saved else "there is no checkpoint"
             if self.saved == trainer.steps_done:

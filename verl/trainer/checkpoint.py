@@ -126,7 +126,8 @@ class CheckpointStore:
             raise self._no_room(step, needed)
 
     def latest(self) -> Checkpoint | None:
-        """The newest complete checkpoint, or None; a warning names each newer one that is damaged.
+        """The newest complete checkpoint, or None where there is none at all; a warning names each newer one that is
+        damaged. Raises CheckpointError when all are, with the reason of the newest.
 
         Newest is what the pointer names, then older steps, then steps beyond it: those belong to a continuation that
         was given up when the run went back to an earlier step.
@@ -134,11 +135,15 @@ class CheckpointStore:
         pointed = self._pointed()
         if pointed is not None and not (self.folder / pointed).is_dir():
             log.warning("%s names %s, which isn't there", self.folder / POINTER, pointed)
+        damaged: list[CheckpointError] = []
         for folder in self._folders():
             try:
                 return open_checkpoint(folder)
             except CheckpointError as error:
                 log.warning("skipping checkpoint %s: %s", folder.name, error)
+                damaged.append(error)
+        if damaged:
+            raise CheckpointError(f"none of the {len(damaged)} checkpoints in {self.folder} is whole: {damaged[0]}")
         return None
 
     def _folders(self) -> list[Path]:

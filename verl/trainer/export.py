@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 from verl.common import files
 from verl.common.errors import CheckpointError, ConfigError, did_you_mean
@@ -75,14 +74,16 @@ def _export_merged(adapter: Path, target: Path, dtype: str | None) -> Path:
 
     from verl.engines.saved_model import save_model
     from verl.models.lora import is_classifier, load_adapter, load_merged
+    from verl.models.whole import load_whole
 
     disable_progress_bar()
-    kind: Any = AutoModelForCausalLM.from_pretrained
-    if is_classifier(adapter):
-        kind = partial(AutoModelForSequenceClassification.from_pretrained, num_labels=1)
-    trained_in = next(iter(load_adapter(adapter).values())).dtype
+    tensors = load_adapter(adapter)
+    trained_in = next(iter(tensors.values())).dtype
+    load = partial(load_whole, AutoModelForCausalLM)
+    if is_classifier(adapter):  # the adapter brings the head
+        load = partial(load_whole, AutoModelForSequenceClassification, num_labels=1, given=tensors)
     try:
-        merged = load_merged(str(adapter), partial(kind, dtype=torch.float32))
+        merged = load_merged(str(adapter), partial(load, dtype=torch.float32))
         with files.folder_written_aside(target) as aside:
             save_model(aside, merged, dtype=trained_in if dtype is None else getattr(torch, _DTYPES[dtype]))
             for path in adapter.iterdir():

@@ -29,7 +29,7 @@ class OfflineRun(Run):
 
     data: ExampleDataConfig
     """Answers to train and validate on."""
-    trainer: OfflineTrainerConfig = OfflineTrainerConfig()
+    trainer: OfflineTrainerConfig = Field(default_factory=OfflineTrainerConfig)
     """Length of the run and its outputs."""
 
     @property

@@ -7,6 +7,7 @@ algorithm's own state are all there is. Where and how it is written whole is ``c
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from verl.common.background import Background
-from verl.common.errors import ConfigError, VerlError
+from verl.common.errors import CheckpointError, ConfigError, VerlError
 from verl.observe.memory import available_bytes
 from verl.trainer.base_sections import BaseTrainerConfig
 from verl.trainer.checkpoint import JSON, CheckpointStore, changed_keys
@@ -25,10 +26,15 @@ log = logging.getLogger(__name__)
 
 _FIXED = ("model.", "algorithm.name")
 """Keys without which a checkpoint belongs to another run."""
-_FREE = ("trainer.", "track.", "validation.", "profile.", "placement.")
+_FREE = ("trainer.", "track.", "validation.", "profile.", "placement.", "data.val", "data.max_val_rows")
 """Keys that change what is made or shown, not what was learnt; of ``trainer`` all but those below."""
-_LAYOUT = ".parallel."
-"""Within a role: how many ranks hold its model, which changes no number."""
+_HOW = re.compile(
+    r"(actor|critic|reference)\.(parallel\.\w+|max_tokens_per_micro_batch|offload_parameters|offload_optimizer"
+    r"|gradient_checkpointing|reshard_after_forward|compile)"
+    r"|rollout\.(block_size|cache_tokens|memory_frac|max_running_rows|max_prefill_tokens|prefix_cache|use_cuda_graph)"
+    r"|reward\.(workers|cache)"
+)
+"""Keys that change memory and speed, and of the numbers no more than how they round."""
 _CURVE = ("trainer.seed", "trainer.prompts_per_step", "trainer.group_size", "trainer.rows_per_step")
 _TRACES_OF_A_RUN = ("checkpoints", "metrics.jsonl")
 
@@ -124,12 +130,18 @@ def _least_bytes(parts: RunParts) -> int:
 def restore(trainer: RunInProgress) -> None:
     """Take up the newest whole checkpoint of the run directory, if there is one and ``trainer.resume`` allows it.
 
-    Raises ConfigError when it belongs to another model or algorithm, CheckpointError when it doesn't fit.
+    Raises ConfigError when it belongs to another model or algorithm, CheckpointError when it doesn't fit or when there
+    are checkpoints and all are damaged: a start from nothing would write over what may still be mended.
     """
     config = trainer.config
     if config.trainer.resume != "auto" or not (config.trainer.output_dir / "checkpoints").is_dir():
         return
-    checkpoint = _store(trainer).latest()
+    try:
+        checkpoint = _store(trainer).latest()
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error}. Mend one, or set trainer.output_dir to another folder to start anew"
+        ) from error
     if checkpoint is None:
         return
     _check_config(checkpoint.state["config"], config.model_dump(mode="json"), checkpoint.path)
@@ -151,7 +163,7 @@ def _check_config(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) ->
         raise ConfigError(
             f"{path} belongs to another run: {_list(fixed)}. Name another trainer.output_dir, or set the keys back"
         )
-    curve = {k: v for k, v in changed.items() if k in _CURVE or not (k.startswith(_FREE) or _LAYOUT in k)}
+    curve = {k: v for k, v in changed.items() if k in _CURVE or not (k.startswith(_FREE) or _HOW.fullmatch(k))}
     if curve:
         log.warning(
             "resuming with other keys than the checkpoint was made with, so not the same curve: %s", _list(curve)

@@ -57,7 +57,7 @@ class NamedRewardModel:
             )
 
     def start_on(self, controller: Controller, pool: ResourcePool) -> None:
-        """Load the weights on the workers of ``pool``. Raises WorkerError."""
+        """Load the weights on the workers of ``pool``. Raises as ``load``, and WorkerError."""
         keys: dict[str, Any] = {"where": self.where, "tokenizer": self._text_tokenizer}
         self._model = RemoteRewardModel(controller.group("reward", RewardWorker, pool, **keys))
 

@@ -20,7 +20,8 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from verl.common.errors import ConfigError, DataError, UnsupportedModel
-from verl.models.lora import base_of, is_classifier, load_merged
+from verl.models.lora import base_of, is_classifier, load_adapter, load_merged
+from verl.models.whole import load_whole
 from verl.rewards.base import RewardItem, RewardResult, failed
 
 
@@ -193,22 +194,18 @@ def _logits(model: PreTrainedModel, rows: list[list[int]], device: torch.device)
 def load_classifier(where: str, device: torch.device) -> PreTrainedModel:
     """A classifier in the checkpoint's own type on a GPU, in float32 on a CPU, still on the CPU; an adapter merged.
 
-    Raises UnsupportedModel when it has no score head.
+    Raises UnsupportedModel when it lacks weights, such as those of a head that scores.
     """
     dtype = torch.float32 if device.type == "cpu" else "auto"
-    if base_of(Path(where)) is not None:
+    load = partial(load_whole, AutoModelForSequenceClassification, dtype=dtype)
+    try:
+        if base_of(Path(where)) is None:
+            return load(where)
         if not is_classifier(Path(where)):
             raise UnsupportedModel(f"{where!r} is no reward model: it is an adapter without a head that scores")
-        return load_merged(
-            where, partial(AutoModelForSequenceClassification.from_pretrained, num_labels=1, dtype=dtype)
-        )
-    model, info = AutoModelForSequenceClassification.from_pretrained(where, dtype=dtype, output_loading_info=True)
-    if missing := sorted(info["missing_keys"]):
-        raise UnsupportedModel(
-            f"{where!r} is no reward model: its weights lack {', '.join(missing[:3])}, which would be random"
-        )
-    loaded: PreTrainedModel = model
-    return loaded
+        return load_merged(where, partial(load, num_labels=1, given=load_adapter(Path(where))))
+    except DataError as error:
+        raise UnsupportedModel(f"{where!r} is no reward model: {error}") from error
 
 
 def _check(model: PreTrainedModel) -> None:

@@ -59,7 +59,7 @@ class OnPolicyRun(Run):
     """The value function, for algorithms that use one."""
     validation: ValidationConfig = ValidationConfig()
     """Scoring held-out prompts."""
-    trainer: TrainerConfig = TrainerConfig()
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     """Length of the run and its outputs."""
 
     @field_validator("rollout", mode="before")

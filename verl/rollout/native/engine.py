@@ -316,7 +316,8 @@ class NativeEngine:
     def _not_finite(row: Sequence) -> NotFinite:
         return NotFinite(
             f"a token of a response to a prompt of {row.num_prompt} tokens, behind its first {row.num_response}, has "
-            "the log-prob nan: the model's weights or outputs are not finite numbers"
+            "the log-prob nan: the model's weights or outputs are not finite numbers. At the first step it is the "
+            "weights of model.path that are damaged"
         )
 
     def _response(self, row: Sequence) -> Response:
