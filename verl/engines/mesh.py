@@ -13,6 +13,7 @@ from pydantic import Field
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from verl.common.errors import ConfigError
+from verl.common.ranks import is_distributed
 from verl.common.section import Section
 
 AXES = ("dp", "pp", "sp", "tp")
@@ -58,7 +59,7 @@ class Mesh:
 
         Raises ConfigError naming the keys whose product doesn't divide the number of ranks.
         """
-        world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        world_size = dist.get_world_size() if is_distributed() else 1
         dp_size = data_parallel_size(config, world_size)
         if world_size == 1:
             return Mesh.single()
@@ -162,8 +163,3 @@ def data_parallel_size(config: ParallelConfig, world_size: int) -> int:
             "or launch a multiple"
         )
     return world_size // config.ranks_per_model
-
-
-def is_first_rank() -> bool:
-    """Whether this process writes what all ranks hold alike."""
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0

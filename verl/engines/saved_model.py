@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from verl.common.errors import CheckpointError
 from verl.common.files import write_json
-from verl.engines.mesh import is_first_rank
+from verl.common.ranks import is_first_rank
 from verl.models.attention import ATTENTION
 from verl.models.lora import has_adapter, load_adapter, save_adapter, without_adapter_names
 from verl.models.networks import Network

@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 
 from verl.common.errors import CheckpointError
 from verl.common.files import write_json
+from verl.common.ranks import is_distributed, is_first_rank
 from verl.engines.fsdp import local_part, sharded_like
-from verl.engines.mesh import is_first_rank
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ def write_optimizer(folder: Path, state: OptimizerState, group: ProcessGroup | N
                 # no copying ahead: that would make a CUDA context of the first device on a thread which has no device
                 storage_writer=FileSystemWriter(folder, per_thread_copy_ahead=0),
                 process_group=group,
-                no_dist=not _is_distributed(),
+                no_dist=not is_distributed(),
             )
     if is_first_rank():
         if not is_empty:
@@ -145,7 +145,7 @@ def load_optimizer(
         flat.update({_key(kind, name): tensor for kind, tensor in state.items()})
     if flat:
         with _dcp(folder):
-            load(flat, storage_reader=FileSystemReader(folder), no_dist=not _is_distributed())
+            load(flat, storage_reader=FileSystemReader(folder), no_dist=not is_distributed())
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             name = names[id(parameter)]
@@ -279,13 +279,9 @@ def _key(kind: str, name: str) -> str:
     return f"{kind}.{name}"
 
 
-def _is_distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
 def _of_all_ranks(own: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Mappings by parameter name, joined over all ranks: a stage of a pipeline knows its own parameters only."""
-    if not _is_distributed():
+    if not is_distributed():
         return own
     every: list[dict[str, dict[str, Any]]] = [{}] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(every, own)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from verl.engines.mesh import is_first_rank
+from verl.common.ranks import is_distributed, is_first_rank
 from verl.engines.saved_model import save_weights
 from verl.engines.saved_optimizer import OptimizerState, write_optimizer
 from verl.models.networks import Network
@@ -75,7 +75,7 @@ def writers_group() -> dist.ProcessGroup | None:
 
     Every rank must call this. Its ranks begin to write when their own calls let them, so it waits long.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if not is_distributed():
         return None
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_LONGEST_WRITE)
     return group
@@ -87,7 +87,7 @@ def kept_on_first_rank(weights: Iterator[tuple[str, Tensor]], *, copied: bool) -
 
     One at a time to the CPU where ranks put them together: a second whole model has no room on a device.
     """
-    to_cpu = copied or (dist.is_available() and dist.is_initialized())
+    to_cpu = copied or is_distributed()
     kept = {}
     for name, tensor in weights:  # every rank goes through all: together they make each
         if is_first_rank():

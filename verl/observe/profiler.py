@@ -24,6 +24,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from verl.common.errors import VerlError
+from verl.common.ranks import is_distributed, own_rank
 from verl.common.section import Section
 from verl.observe.communication import CommunicationEvent, CommunicationRecorder
 from verl.observe.overlap import Overlap, overlap_of
@@ -158,7 +159,7 @@ class VerlProfiler:
         """
         recording = self._stopped("export_chrome_trace")
         target = self.output_dir / path
-        rank = _rank()
+        rank = own_rank()
         if rank:
             stem, dot, suffixes = target.name.partition(".")
             target = target.with_name(f"{stem}.rank{rank}{dot}{suffixes}")
@@ -286,13 +287,5 @@ def unmatched(config: ProfileConfig, total_steps: int, world_size: int) -> list[
     return warnings
 
 
-def _is_distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def _rank() -> int:
-    return torch.distributed.get_rank() if _is_distributed() else 0
-
-
 def _world_size(rank: int) -> int:
-    return torch.distributed.get_world_size() if _is_distributed() else rank + 1
+    return torch.distributed.get_world_size() if is_distributed() else rank + 1

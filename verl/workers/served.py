@@ -20,10 +20,11 @@ from transformers.utils.logging import disable_progress_bar
 from verl.batch import Batch
 from verl.common.background import Background
 from verl.common.errors import StaleWeights
+from verl.common.ranks import is_first_rank
 from verl.common.seeding import seed_everything
 from verl.controller import Place, broadcast, dispatch, gather, join, joint, split_first, split_rows
 from verl.engines.base import TrainingEngine
-from verl.engines.mesh import Mesh, is_first_rank
+from verl.engines.mesh import Mesh
 from verl.engines.snapshot import Snapshot
 from verl.models.causal_lm import CausalLM
 from verl.observe.memory import peak_memory_bytes, reset_peak_memory
