@@ -32,12 +32,11 @@ def token_statistics(raw: Tensor, targets: Tensor, scale: Scale) -> tuple[Tensor
     raw      [M, V] what the head gave, of any float type
     targets  [M] int64
     """
-    raw = _rows(raw)
+    raw = raw.contiguous()
     log_probs, entropy, log_sum = (torch.empty(len(raw), dtype=torch.float32, device=raw.device) for _ in range(3))
     if len(raw):
         _statistics_kernel[(len(raw),)](
             raw,
-            raw.stride(0),
             raw.shape[1],
             targets,
             log_probs,
@@ -66,13 +65,12 @@ def head_gradient(
 
     None stands for no gradient. d log_prob / d x = onehot - p;  d entropy / d x = -p (log p + H).
     """
-    raw = _rows(raw)
+    raw = raw.contiguous()
     grad = torch.empty_like(raw)
     if raw.numel():
         none = torch.zeros_like(log_sum)
         _gradient_kernel[(len(raw), triton.cdiv(raw.shape[1], _GRAD))](
             raw,
-            raw.stride(0),
             raw.shape[1],
             targets,
             entropy,
@@ -89,10 +87,6 @@ def head_gradient(
             num_warps=4,
         )
     return grad
-
-
-def _rows(raw: Tensor) -> Tensor:
-    return raw if raw.is_contiguous() else raw.contiguous()
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -113,7 +107,6 @@ def _logits(raw, scale, softcap, inverse_temperature, HAS_SOFTCAP: tl.constexpr)
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _statistics_kernel(  # type: ignore[no-untyped-def]
     raw_ptr,
-    row_stride,
     vocab_size,
     target_ptr,
     log_prob_ptr,
@@ -126,7 +119,7 @@ def _statistics_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
-    raw_ptr += row.to(tl.int64) * row_stride
+    raw_ptr += row.to(tl.int64) * vocab_size
     lane = tl.arange(0, BLOCK)
     top, total, weighted = -1.0e30, 0.0, 0.0  # largest logit x, sum of exp(x - top), and of exp(x - top) (x - top)
     for start in range(0, vocab_size, BLOCK):
@@ -151,7 +144,6 @@ def _statistics_kernel(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _gradient_kernel(  # type: ignore[no-untyped-def]
     raw_ptr,
-    row_stride,
     vocab_size,
     target_ptr,
     entropy_ptr,
@@ -167,7 +159,7 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
-    offset = row.to(tl.int64) * row_stride
+    offset = row.to(tl.int64) * vocab_size
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_in = place < vocab_size
     raw = tl.load(raw_ptr + offset + place, mask=is_in, other=0.0)
