@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -239,13 +238,9 @@ def _gives_numbers(role: TrainedRole, batch: Batch | None) -> bool:
 def write_rows(path: Path, rows: list[dict[str, object]]) -> None:
     """Write JSON lines; a full disk costs the samples, not the run, and leaves no half of them."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", encoding="utf-8") as file:
-            file.writelines(json_lines(rows))
+        write_text(path, "".join(json_lines(rows)))
     except OSError as error:
         log.warning("samples were not written to %s: %s", path, error)
-        with suppress(OSError):
-            path.unlink(missing_ok=True)
 
 
 def run_file(trainer: RunInProgress, kind: str) -> Path:
