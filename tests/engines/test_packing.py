@@ -8,6 +8,7 @@ from verl.engines.packing import (
     balanced_shards,
     cut_by_tokens,
     cut_into,
+    in_batch_order,
     kept_together,
     pack,
     rows_of,
@@ -95,3 +96,10 @@ def test_rows_of_a_pair_stay_together_wherever_rows_are_cut() -> None:
     assert rows_of(units, cut_by_tokens(unit_lengths(batch, units), 8)) == [[0, 2], [1, 3], [4]]
     assert rows_of(units, [[0, 2], [1]]) == [[0, 2, 4], [1, 3]]
     assert kept_together(batch.select([])) == [] and unit_lengths(batch.select([]), []) == []
+
+
+def test_numbers_come_back_in_the_order_of_the_rows() -> None:
+    batch = sampled_batch([1, 1, 1], [2, 0, 3])
+    values = torch.tensor([30.0, 31, 32, 10, 11])  # of rows 2, 0, 1
+    assert in_batch_order(values, [2, 0, 1], batch).tolist() == [10, 11, 30, 31, 32]
+    assert in_batch_order(torch.zeros(0), [], sampled_batch([], [])).shape == (0,)

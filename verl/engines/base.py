@@ -26,7 +26,7 @@ from verl.engines.config import EngineConfig, TrainedConfig
 from verl.engines.fsdp import holders, local_part, sliced_like
 from verl.engines.mesh import Mesh
 from verl.engines.offload import MomentsOnCPU
-from verl.engines.packing import cut_by_tokens, cut_into, kept_together, pack, rows_of, unit_lengths
+from verl.engines.packing import cut_by_tokens, cut_into, in_batch_order, kept_together, pack, rows_of, unit_lengths
 from verl.engines.parallel import parallelize
 from verl.engines.saved_model import buffers_of, load_weights, save_base
 from verl.engines.saved_optimizer import load_optimizer, optimizer_state
@@ -75,10 +75,8 @@ class Engine:
             found = list(self.passes.infer((self._pack(batch.select(index)) for index in cut), output))
         if not len(batch):
             return torch.empty(0)
-        rows = [row for index in cut for row in index]
-        lengths = batch.lengths("response_ids")[rows].tolist()
-        pieces = dict(zip(rows, torch.cat(found).cpu().split(lengths), strict=True))  # the device waits once, not often
-        return torch.cat([pieces[row] for row in range(len(batch))])
+        values = torch.cat(found).cpu()  # of all at once: the device waits once, not often
+        return in_batch_order(values, [row for index in cut for row in index], batch)
 
     def named_full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter by the module's own name, whole, in the compute type, one at a time, on every rank.

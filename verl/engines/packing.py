@@ -110,6 +110,18 @@ def rows_of(units: Sequence[Sequence[int]], bins: Sequence[Sequence[int]]) -> li
     return [sorted(row for unit in bin_ for row in units[unit]) for bin_ in bins]
 
 
+def in_batch_order(values: Tensor, rows: Sequence[int], batch: Batch) -> Tensor:
+    """[N] numbers of response tokens, those of ``rows`` one row after the other, in the order of ``batch``.
+
+    rows  all of the batch's, each once
+    """
+    if not rows:
+        return values
+    pieces = values.split(batch.lengths("response_ids")[list(rows)].tolist())
+    place = {row: number for number, row in enumerate(rows)}
+    return torch.cat([pieces[place[row]] for row in range(len(rows))])
+
+
 def row_lengths(batch: Batch) -> Tensor:
     """[B] tokens of each row, prompt and response."""
     return batch.lengths("prompt_ids") + batch.lengths("response_ids")

@@ -10,14 +10,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from verl.algorithms.base import Algorithm
 from verl.batch import Batch
 from verl.common.errors import ConfigError, StaleWeights
 from verl.controller import WorkerGroup, whole
-from verl.engines.packing import balanced_shards, kept_together, rows_of, unit_lengths
+from verl.engines.packing import balanced_shards, in_batch_order, kept_together, rows_of, unit_lengths
 from verl.observe.metrics import MetricSums
 from verl.rollout.base import Request, Response, RolloutStats
 
@@ -47,12 +46,9 @@ class RemoteEngine:
 
     def infer(self, batch: Batch, output: str) -> Tensor:
         """As ``Engine.infer``: [N] float32 in the batch's order."""
-        order = torch.tensor([row for shard in self._shards(batch) for row in shard], dtype=torch.int64)
-        found = self._infer(batch.columns().select(order)).fetch(self._column)
-        values = found[self._column]
-        pieces = values.split(batch.lengths("response_ids")[order].tolist())
-        back = torch.argsort(order).tolist()
-        return torch.cat([pieces[i] for i in back]) if pieces else values
+        rows = [row for shard in self._shards(batch) for row in shard]
+        found = self._infer(batch.columns().select(rows)).fetch(self._column)
+        return in_batch_order(found[self._column], rows, batch)
 
     def update(
         self, batch: Batch, loss_function: Callable[..., Any], *, lr: float, entropy: bool = False
